@@ -53,6 +53,7 @@ def main():
         for dtype in TYPES.get(name, ["Q8_0"]):
             file = options.models / f"{name.replace(' ', '-')}-{dtype}.gguf"
             arch = name.split()[0]
+            was_there = file.exists()
             if not make(Model(name, file, 0, made_by=["--arch", arch, "--dtype", dtype, *MODELS[name]])):
                 continue
             got = rows.setdefault((name, dtype), {"decode": [], "prompt": [], "ours": [], "theirs": []})
@@ -60,13 +61,14 @@ def main():
                 ours = generate(file, TOKENS, ["--prompt-tokens", prompt, "--repeat", "2"])
                 theirs = peer(file, TOKENS, prompt)
                 if not theirs or "pass_s_median" not in theirs:
-                    break
+                    continue
                 got["ours"].append(1 / ours["pass_s_median"])
                 got["theirs"].append(1 / theirs["pass_s_median"])
                 got["decode"].append(theirs["pass_s_median"] / ours["pass_s_median"])
                 got["prompt"].append(theirs["ttft_s"] / ours["ttft_s"])
             tell(f"{name} {dtype}: {json.dumps(got)}")
-            file.unlink()
+            if not was_there:
+                file.unlink()
     h = hardware(options.models)
     lines = [
         f"{h['cores']} x {h['cpu']}, {h['memory_gib']} GiB, Linux {h['kernel']}; commit {h['commit']}, {h['date']}."
@@ -77,7 +79,7 @@ def main():
     ]
     for (name, dtype), got in rows.items():
         if got["ours"]:
-            cells = [show(spread(got[key]), 1, digits) for key, digits in zip(["ours", "theirs"], [1, 1])]
+            cells = [show(spread(got[key])) for key in ["ours", "theirs"]]
             cells += [show(spread(got[key]), 1, 2) for key in ["decode", "prompt"]]
             lines.append(f"| {name} | {dtype} | {' | '.join(cells)} |")
     text = "\n".join(lines)

@@ -7,21 +7,24 @@
 Each server is started for each round in a memory cgroup that counts the page cache, which was dropped. Sides of a round
 follow each other, with the same prompts. Clients sample nothing: prompts differ, and answers are greedy.
 
-`serve` writes a capture of its uses of pages. `outcore policies` replays it with the same room. The disk's rate is
+`serve` writes a capture of its uses of pages, which `outcore policies` replays with the room that `serve` has while it
+writes answers; while it reads prompts it has less. The disk's rate is
 measured in each round, with as many busy threads beside it as compute. `of the bound` is (bytes that lfu misses / that
-rate) over the seconds of passes, and `of lfu's bytes` is what was read over what lfu misses. Both are of the whole run
-from its start, in which each page is read for the first time too.
+rate) over the seconds of passes, and `of lfu's bytes` is what was read over what lfu misses. Both are of the load
+alone: memory is full when it begins, and what lfu misses of the capture's beginning is left out.
 
 Prints a table in Markdown, and with `--out` writes it into STEM.md and its figures into STEM.json.
 """
 
 import argparse
+import gzip
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 from bench import PEER, RELEASE, hardware, last_json, probe, run, spread
@@ -32,7 +35,7 @@ LIMIT = 2097  # MB: 2000 MiB
 BUDGET = "1850MiB"
 PROMPT = 16
 # The plain server takes seconds a token.
-TOKENS = {"serve": 32, "outcore run": 16, "llama-server": 6}
+TOKENS = {"serve": 32, "outcore run": 16, "llama-server": 5}
 PAGE = 256 << 10
 
 
@@ -63,8 +66,46 @@ def disk_beside_computing(file):
             one.wait()
 
 
+def varints(raw, at):
+    while at < len(raw):
+        value = shift = 0
+        while True:
+            byte = raw[at]
+            value |= (byte & 127) << shift
+            at, shift = at + 1, shift + 7
+            if byte < 128:
+                break
+        yield value, at
+
+
+def beginning(capture, passes):
+    """A capture of the first passes alone (docs/trace-format.md)."""
+    data = capture.read_bytes()
+    raw = zlib.decompress(data[12:], wbits=31)
+    items = varints(raw, 0)
+    length, start = next(items)
+    items, uses, end = varints(raw, start + length), 0, start + length
+    while passes:
+        value, end = next(items)
+        if value:
+            uses += 1
+            continue
+        mark, end = next(items)
+        if mark not in [1, 3]:
+            raise ValueError(f"mark {mark} of {capture} is not expected here")
+        passes -= mark == 1
+    tail = bytearray([0, 2])
+    while uses > 127:
+        tail.append(uses & 127 | 128)
+        uses >>= 7
+    tail.append(uses)
+    found = capture.with_suffix(".beginning")
+    found.write_bytes(data[:12] + gzip.compress(raw[:end] + tail, 1))
+    return found
+
+
 def replayed(capture, frames):
-    """Bytes that each policy misses of what was captured."""
+    """Bytes that lfu and the optimum miss of what was captured."""
     command = [RELEASE / "outcore", "policies", "--trace", capture, "--capacity", str(frames), "--json"]
     done = run([*command, "--policy", "lfu"])
     [room] = json.loads(done.stdout)["capacities"]
@@ -74,19 +115,30 @@ def replayed(capture, frames):
 def one(name, template, model, clients, number, capture):
     load = Load(clients, PROMPT, TOKENS[name])
     server = Server(template, model.file, Side(name, name, load), LIMIT)
+
+    def so_far():
+        said = metrics(server.port)
+        read = int(re.search(r"^read_bytes: (\d+)", Path(f"/proc/{server.pid()}/io").read_text(), re.M)[1])
+        names = ["outcore_passes_total", "outcore_pass_seconds_sum", "outcore_device_budget_bytes"]
+        return [read, *(said[name] for name in names)]
+
     try:
         warm(server, load)
+        if name == "serve":
+            run_load(server.port, server.model, Load(clients, PROMPT, 8), f"before {clients} {number}")
+            before = so_far()
         got = run_load(server.port, server.model, load, f"mixture {clients} {number}", server.pid())
         if name == "serve":
-            said = metrics(server.port)
-            read = int(re.search(r"^read_bytes: (\d+)", Path(f"/proc/{server.pid()}/io").read_text(), re.M)[1])
-            got["passes"], got["pass_s"] = said["outcore_passes_total"], said["outcore_pass_seconds_sum"]
-            got["read"], got["frames"] = read, int(said["outcore_device_budget_bytes"]) // PAGE
+            after = so_far()
+            got["read"], got["passes"], got["pass_s"] = (b - a for a, b in zip(before, after[:3]))
+            got["frames"] = int(min(before[3], after[3])) // PAGE
     finally:
         peak = server.end()
     got["peak"] = peak
     if name == "serve":
-        got["lfu"], got["optimum"] = replayed(capture, got["frames"])
+        first = replayed(beginning(capture, int(before[1])), got["frames"])
+        all_of_it = replayed(capture, got["frames"])
+        got["lfu"], got["optimum"] = (b - a for a, b in zip(first, all_of_it))
         disk = got["disk"] = disk_beside_computing(model.file)
         got["of_bound"] = got["lfu"] / disk / got["pass_s"]
         got["of_lfu"], got["of_optimum"] = got["read"] / got["lfu"], got["read"] / got["optimum"]
@@ -111,6 +163,8 @@ def main():
         for number in range(options.rounds):
             for count in clients:
                 for name, template in templates(capture).items():
+                    if name == "outcore run" and count > 1:
+                        continue  # what is left beside its budget holds one sequence of the server
                     got = one(name, template, model, count, number, capture)
                     shown = {key: round(value, 3) for key, value in got.items() if isinstance(value, float)}
                     tell(f"round {number + 1}, {count} clients, {name}: {got['errors']} errors, {json.dumps(shown)}")

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import PEER, PROMPT, RELEASE, ROOT, SKIPPED, generate, hardware, probe, spread
-from bench_mapped import Model, make
+from bench_mapped import MIXTURE, Model, make
 
 SERVE = f"{RELEASE}/serve --model {{model}} --port {{port}} --memory {{memory}} {{options}}"
 # As many slots as clients, each with room for its request. No answers are kept for later in memory beside the slots: it
@@ -58,6 +58,7 @@ HEADROOM = 10 * 10**6
 IN_CORE_BYTES = 4 << 30
 # Ids that all models here have, and that are plain text in the real one.
 IDS = range(300, 31000)
+LONG = ["--context", "8192"]
 START_SECONDS = 300
 STREAM_SECONDS = 300
 
@@ -71,9 +72,11 @@ class Load:
     tokens: int
     # Prompts are one phrase over and over.
     repetitive: bool = False
+    # A client more, whose prompt has so many tokens and whose answer has one. Gaps are those of the others meanwhile.
+    beside: int = 0
 
     def context(self):
-        return -(-(self.prompt + self.tokens + 1) // 256) * 256
+        return -(-(max(self.prompt + self.tokens, self.beside) + 1) // 256) * 256
 
 
 @dataclass
@@ -105,6 +108,7 @@ def both(load, options=""):
 def scenarios():
     crowd = Load(16, 64, 32)
     alone = Load(1, 64, 32)
+    company = Load(8, 64, 256, beside=4000)
     echo = Load(1, 256, 128, repetitive=True)
 
     def speculation(load):
@@ -126,6 +130,8 @@ def scenarios():
         Scenario("streams-64", "smollm2", None, both(Load(64, 64, 128)), what="64 clients"),
         Scenario("speculate", "smollm2", None, speculation(echo), what="1 client, repetitive"),
         Scenario("speculate-700", "q8", 700, speculation(Load(1, 64, 64, repetitive=True)), what="1 client, repetitive"),
+        Scenario("long-prompt", "q8-4k", None, both(company), what="8 clients, one reads 4000 tokens"),
+        Scenario("long-prompt-mixture", "moe-4k", 2097, both(company)[:1], what="8 clients, one reads 4000 tokens"),
         Scenario("cold", "q8", 2000, both(Load(1, 5, 1)), cold=True, what="start to first token"),
     ]
 
@@ -146,6 +152,9 @@ def prompts(load, seed):
             yield list(itertools.islice(itertools.cycle(phrase), load.prompt))
         else:
             yield [draw.choice(IDS) for _ in range(load.prompt)]
+    if load.beside:
+        draw = random.Random(f"{seed} beside")
+        yield [draw.choice(IDS) for _ in range(load.beside)]
 
 
 class Stream(asyncio.Protocol):
@@ -280,8 +289,9 @@ def percentile(values, part):
 def run_load(port, model, load, seed, pid=None):
     """One round: what all clients got together, and with the server's process what the processors did."""
     requests = []
-    for ids in prompts(load, seed):
-        body = {"model": model, "prompt": ids, "max_tokens": load.tokens, "temperature": 0, "stream": True}
+    for nth, ids in enumerate(prompts(load, seed)):
+        most = load.tokens if nth < load.clients else 1
+        body = {"model": model, "prompt": ids, "max_tokens": most, "temperature": 0, "stream": True}
         body.update({"ignore_eos": True, "stream_options": {"include_usage": True}})
         body = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
@@ -295,9 +305,10 @@ def run_load(port, model, load, seed, pid=None):
     took_s = time.perf_counter() - start
     gc.enable()
     got = [answer(stream, error) for stream, error in made]
+    beside = got.pop() if load.beside else None
     good = [one for one in got if not one["error"] and one["times"]]
-    errors = [one["error"] for one in got if one["error"]]
-    result = {"errors": len(got) - len(good), "first_error": errors[0] if errors else None, "at": start}
+    errors = [one["error"] for one in [*got, *filter(None, [beside])] if one["error"]]
+    result = {"errors": len(got) - len(good) + bool(beside and beside["error"]), "first_error": errors[0] if errors else None, "at": start}
     result["other_length"] = sum(one["tokens"] != load.tokens for one in good)
     result["texts"] = hashlib.sha256("\0".join(one["text"] for one in got).encode()).hexdigest()[:16]
     if not good:
@@ -321,6 +332,12 @@ def run_load(port, model, load, seed, pid=None):
     waits = [one["times"][0] - one["sent"] for one in good]
     result["ttft_s"], result["ttft_p99_s"] = statistics.median(waits), percentile(waits, 0.99)
     gaps = [after - before for one in good for before, after in itertools.pairwise(one["times"])]
+    if beside and beside["times"]:
+        read = beside["times"][0]
+        result["beside_s"] = read - beside["sent"]
+        # The first token of each comes out of a prompt of its own.
+        gaps = [after - before for one in good for before, after in itertools.pairwise(one["times"][1:]) if after <= read]
+        result["gap_p99_of_median"] = percentile(gaps, 0.99) / statistics.median(gaps) if gaps else None
     # Where a server sends several tokens at once, gaps are those between what it sends.
     result["tokens_an_event"] = sum(one["tokens"] for one in good) / sum(len(one["times"]) for one in good)
     if gaps:
@@ -620,6 +637,8 @@ def table(results):
 def models(folder):
     return {
         "q8": Model("1.2 GB Q8_0, synthetic", folder / "q8.gguf", 0, made_by=[]),
+        "q8-4k": Model("1.2 GB Q8_0, synthetic", folder / "q8-4k.gguf", 0, made_by=LONG),
+        "moe-4k": Model("4 GB mixture, 4 of 64 experts", folder / "moe-4k.gguf", 0, made_by=[*MIXTURE, *LONG]),
         "smollm2": Model("SmolLM2-135M Q4_1", ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf", 0),
     }
 

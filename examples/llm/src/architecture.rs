@@ -93,7 +93,7 @@ pub(crate) struct Shared {
 #[derive(Clone, Debug)]
 pub(crate) struct Stack {
     pub matrices: Matrices,
-    /// As many rows as the tensor that all matrices lie in: the scales of each.
+    /// The scales of the tensor that holds all matrices: a row for each of its rows.
     pub scales: Option<WeightInfo>,
     /// A row for each expert.
     pub biases: Option<WeightInfo>,
@@ -542,7 +542,7 @@ impl Names<'_> {
         if self.files.tensor(&format!("{name}{}", mxfp4::BLOCKS)).is_none() && self.files.tensor(name).is_some() {
             return Err(Error::Unsupported(format!(
                 "tensor {name:?} holds the experts of a gpt-oss as transformers writes them when they are no longer MXFP4, \
-                 with inputs along its rows, which is not supported (fetch the model as it was published, or a GGUF file \
+                 with a row for each input, which is not supported (fetch the model as it was published, or a GGUF file \
                  of it)"
             )));
         }
@@ -619,6 +619,12 @@ impl Architecture {
             let vectors = vectors.chain(experts().flat_map(Experts::biases));
             vectors.chain(&arch.rope_factors).chain(&arch.long_factors)
         };
+        if let Some(info) = matrices().chain(others()).find(|info| info.dtype == WeightType::F8_E8M0) {
+            return Err(Error::Unsupported(format!(
+                "tensor {:?} has type {}, which is supported for scales of MXFP4 alone (fetch the model in another form)",
+                info.name, info.dtype
+            )));
+        }
         let scaled = fp8::find(files, arch.config.weight_blocks, matrices(), others())?;
         let used = matrices().chain(others()).chain(&stored).chain(scaled.iter().map(|one| &one.scales));
         let used = used.chain(experts().flat_map(Experts::scales));

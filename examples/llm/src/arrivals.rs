@@ -46,6 +46,8 @@ pub(crate) struct Arriving<'a> {
     requests: FuturesUnordered<Request>,
     /// Those that are yet to be requested.
     idle: VecDeque<usize>,
+    /// Whether one is requested alone, by a scope that holds nothing, since others hold what it takes.
+    alone: bool,
     /// What the caller has now.
     #[expect(clippy::vec_box, reason = "a guard is moved from its state into this")]
     taken: Vec<Box<PinSet>>,
@@ -79,6 +81,7 @@ impl<'a> Arriving<'a> {
             idle: (0..experts.len()).collect(),
             experts,
             requests: FuturesUnordered::new(),
+            alone: false,
             taken: Vec::new(),
             pages: 0,
             pages_most,
@@ -91,7 +94,7 @@ impl<'a> Arriving<'a> {
     fn request(&mut self) -> Result<()> {
         while let Some(&nth) = self.idle.front() {
             let Expert { parts, pages, state } = &mut self.experts[nth];
-            if self.pages + *pages > self.pages_most {
+            if self.pages + *pages > self.pages_most || (self.alone && self.pages > 0) {
                 break;
             }
             self.pages += *pages;
@@ -132,12 +135,14 @@ impl<'a> Arriving<'a> {
         self.idle.insert(at, nth);
     }
 
-    /// Gives up what is here, so that the scope holds nothing. Returns whether there was anything.
-    fn let_go(&mut self) -> bool {
-        let here = |expert: &Expert| matches!(expert.state, State::Here(_));
-        let here: Vec<usize> = (0..self.experts.len()).filter(|nth| here(&self.experts[*nth])).collect();
-        here.iter().for_each(|nth| self.put_back(*nth));
-        !here.is_empty()
+    /// Gives up what is here or requested. The scope then holds nothing, so that the next request waits for whatever
+    /// others hold, and it is the only one until it has come.
+    fn let_go(&mut self) {
+        self.requests.clear();
+        let holds = |nth: &usize| matches!(self.experts[*nth].state, State::Requested | State::Here(_));
+        let held: Vec<usize> = (0..self.experts.len()).filter(holds).collect();
+        held.into_iter().for_each(|nth| self.put_back(nth));
+        self.alone = true;
     }
 
     /// Takes what is here of these, as far as it fits.
@@ -160,6 +165,7 @@ impl<'a> Arriving<'a> {
 impl Arrivals for Arriving<'_> {
     fn next(&mut self, among: Range<usize>, fits: &mut dyn FnMut(usize) -> bool) -> Result<Vec<Arrived<'_>>> {
         self.taken.clear();
+        self.alone = false;
         let holds = |expert: &&Expert| matches!(expert.state, State::Requested | State::Here(_));
         self.pages = self.experts.iter().filter(holds).map(|expert| expert.pages).sum();
         let any = |experts: &[Expert], of: fn(&State) -> bool| experts.iter().any(|expert| of(&expert.state));
@@ -172,11 +178,11 @@ impl Arrivals for Arriving<'_> {
             if !places.is_empty() {
                 break places;
             }
-            let comes = any(&self.experts[among.clone()], |state| matches!(state, State::Requested));
-            // Where none of these comes, those behind them have the room.
-            if (comes || !self.let_go())
-                && let Some(arrived) = self.waits.wait_for(|| Ok(pollster::block_on(self.requests.next())))?
-            {
+            self.waits.check_cancelled()?;
+            if !any(&self.experts[among.clone()], |state| matches!(state, State::Requested)) {
+                // Those behind these have the room, and others hold the rest.
+                self.let_go();
+            } else if let Some(arrived) = self.waits.wait_for(|| Ok(pollster::block_on(self.requests.next())))? {
                 self.arrived(arrived)?;
             }
         };
@@ -186,5 +192,53 @@ impl Arrivals for Arriving<'_> {
             arrived.push((nth, rows.collect::<outcore::Result<_>>()?));
         }
         Ok(arrived)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use outcore::{Bytes, DType, PageSize};
+
+    use super::*;
+
+    /// The pass went round and round: what came next was pinned as soon as it was let go.
+    #[test]
+    fn regression_an_expert_whose_frames_the_next_ones_have_arrives_alone() {
+        let page = Bytes::kib(64);
+        let builder = Runtime::builder().page_size(PageSize::new(page).unwrap());
+        let runtime = builder.device_budget(Bytes::new(8 * page.get())).open().unwrap();
+        let tensor = |nth: u8| {
+            let tensor = runtime.alloc(DType::U8, &[page.get()]).unwrap();
+            runtime.pin(&tensor).write().wait().unwrap().bytes_mut().fill(nth);
+            tensor
+        };
+        let parts: Vec<Tensor> = (0..10).map(tensor).collect();
+        // Others hold six of eight frames; the second and third expert have the rest.
+        let held = runtime.pin(&parts[4..]).wait().unwrap();
+        for part in &parts[2..4] {
+            drop(runtime.pin(part).wait().unwrap());
+        }
+        let experts = vec![parts[..2].to_vec(), vec![parts[2].clone()], vec![parts[3].clone()]];
+        let (walker, waits) = (runtime.walker().unwrap(), Waits::default());
+        let mut arriving = Arriving::of((&runtime, &walker), &waits, 4, experts).unwrap().unwrap();
+        let mut found = Vec::new();
+        for among in [0..1, 1..3] {
+            loop {
+                let arrived = arriving.next(among.clone(), &mut |_| true).unwrap();
+                if arrived.is_empty() {
+                    break;
+                }
+                found.extend(
+                    arrived.iter().map(|(nth, rows)| (*nth, rows.iter().map(|rows| rows[0]).collect::<Vec<_>>())),
+                );
+            }
+        }
+        found.sort();
+        assert_eq!(found, [(0, vec![0, 1]), (1, vec![2]), (2, vec![3])]);
+        drop(arriving);
+        drop((held, parts, walker));
+        runtime.close().unwrap();
     }
 }

@@ -125,7 +125,9 @@ impl Working {
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
         // Where scales lie apart, rows are put into another form.
-        let of_rows = (fp8::ROWS as u128 * FLOAT * dim.max(ffn).max(q)).max(kernels::SCRATCH_BYTES as u128);
+        let of_experts = config.mixture.as_ref().map_or(0, |mixture| mixture.ffn_dim.max(mixture.shared_ffn_dim));
+        let longest = dim.max(ffn).max(q).max(of_experts as u128);
+        let of_rows = (fp8::ROWS as u128 * FLOAT * longest).max(kernels::SCRATCH_BYTES as u128);
         let scratch = if config.scale_bytes > 0 { of_rows } else { 0 };
         let of_threads = (u128::from(A_THREAD.get()) + scratch) * threads;
         let fixed = bytes((logits + scores) * FLOAT + together + of_threads);

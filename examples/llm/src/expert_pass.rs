@@ -18,7 +18,7 @@ use crate::weights::{self, Arrived, Step, WeightInfo};
 
 /// With more draws, an expert has work enough for all threads at each of its steps.
 const TOGETHER_MOST: u128 = 256;
-/// What is multiplied together takes no more memory, unless one token alone does.
+/// What is multiplied together takes no more memory, unless the draws of one expert or of one token do.
 const TOGETHER_BYTES: u128 = 8 << 20;
 /// Results that wait for those before them take no more memory, unless those of one expert alone do.
 const KEPT_BYTES: u128 = 8 << 20;
@@ -188,7 +188,9 @@ impl Model {
         let dim = self.arch.config.dim;
         let activation = self.arch.config.activation;
         let alone = (self.level, &self.alone);
-        let mut parts = Vec::with_capacity(arrived.len());
+        let inputs = experts.inputs.len();
+        let mut all_made = Vec::with_capacity(arrived.len());
+        let (mut places, mut parts) = (Vec::with_capacity(arrived.len()), Vec::with_capacity(arrived.len()));
         for (nth, held) in arrived {
             let draws = drawn[*nth];
             let mut held = held.iter();
@@ -196,13 +198,14 @@ impl Model {
             let of_expert = of_expert.collect::<Result<Vec<_>>>()?;
             let vectors = drawing(draws, input, dim);
             if draws.len() as u128 > TOGETHER_MOST {
-                let (inputs, rest) = of_expert.split_at(experts.inputs.len());
-                return Ok(vec![(*nth, self.alone(inputs, &rest[0], vectors)?)]);
+                let (inputs, rest) = of_expert.split_at(inputs);
+                all_made.push((*nth, self.alone(inputs, &rest[0], vectors)?));
+                continue;
             }
+            places.push(*nth);
             let products = vec![Vec::new(); of_expert.len()];
             parts.push(Mutex::new(Together { vectors, m: draws.len(), parts: of_expert, products }));
         }
-        let inputs = experts.inputs.len();
         // What enters the first matrices, then their products, what enters the last, and its products.
         let each = |work: &(dyn Fn(&mut Together<'_>) + Sync)| {
             self.pool.run(parts.len(), &|nth| work(&mut parts[nth].lock()));
@@ -223,11 +226,11 @@ impl Model {
             one.vectors.prepare(one.parts[inputs].info.dtype, alone);
         });
         self.multiply(&parts, inputs..inputs + 1);
-        let made = arrived.iter().zip(parts).map(|((nth, _), one)| {
+        all_made.extend(places.into_iter().zip(parts).map(|(nth, one)| {
             let one = one.into_inner();
-            (*nth, one.parts[inputs].by_vector(&one.products[inputs], one.m))
-        });
-        Ok(made.collect())
+            (nth, one.parts[inputs].by_vector(&one.products[inputs], one.m))
+        }));
+        Ok(all_made)
     }
 
     /// What an expert makes of vectors that are work enough for all threads at each step: `[vectors x dim]`.

@@ -34,7 +34,7 @@ const LANES: usize = 16;
 
 /// Most bytes that an element of a vector has in what is prepared for the kernels.
 pub const PREPARED_BYTES: usize = 4;
-/// A thread puts rows whose scales lie apart into another form in about so many bytes.
+/// A thread puts rows whose scales lie apart into another form in so many bytes, or in those of four rows.
 pub(crate) const SCRATCH_BYTES: usize = 64 << 10;
 
 /// Sixteen blocks of one vector: `value[i] = scale * q[i]`. Blocks beyond the vector's end are zeros.
@@ -361,15 +361,28 @@ pub fn rows_dot_on(
     m: usize,
     out: &mut [f32],
 ) {
-    let row_bytes = (k / dtype.block_elements() * dtype.block_bytes()).max(1);
-    let each = (rows.len() / row_bytes).div_ceil(pool.threads() * 4);
+    let row_bytes = k / dtype.block_elements() * dtype.block_bytes();
+    in_chunks(pool, row_bytes, rows, m, out, |_, rows, out| rows_dot(level, dtype, k, rows, acts, m, out));
+}
+
+/// Has the threads of `pool` multiply chunks of rows with `m` vectors: `each` gets the number of a chunk's first row,
+/// its rows, and where their products go.
+pub(crate) fn in_chunks(
+    pool: &Pool,
+    row_bytes: usize,
+    rows: &[u8],
+    m: usize,
+    out: &mut [f32],
+    each: impl Fn(usize, &[u8], &mut [f32]) + Sync,
+) {
+    let row_bytes = row_bytes.max(1);
+    let of_thread = (rows.len() / row_bytes).div_ceil(pool.threads() * 4);
     let least = (CHUNK_BYTES / row_bytes / m.max(1)).max(1);
     // A multiple of four keeps the kernels' groups of rows whole.
-    let chunk = each.max(least).next_multiple_of(4);
+    let chunk = of_thread.max(least).next_multiple_of(4);
     let stride = chunk * row_bytes;
-    pool.run_chunks(out, chunk * m, |i, out| {
-        let rows = &rows[i * stride..rows.len().min((i + 1) * stride)];
-        rows_dot(level, dtype, k, rows, acts, m, out);
+    pool.run_chunks(out, chunk * m.max(1), |i, out| {
+        each(i * chunk, &rows[i * stride..rows.len().min((i + 1) * stride)], out);
     });
 }
 

@@ -89,7 +89,7 @@ const GGUF: &[(&str, When)] = &[
     ("expert_shared_count", GLM),
     ("expert_shared_feed_forward_length", WithExperts),
     ("expert_used_count", WithExperts),
-    // llama.cpp reads it of glm4moe alone; the others do as their architecture does.
+    // Of the architectures here, llama.cpp reads it for glm4moe alone; in the others the architecture decides.
     ("expert_weights_norm", Always),
     ("expert_weights_scale", Of(&[Arch::Glm4Moe], &[0.0, 1.0])),
     ("feed_forward_length", Always),

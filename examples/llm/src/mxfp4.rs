@@ -46,8 +46,8 @@ fn pack(blocks: &[u8], scales: &[u8], out: &mut [u8]) {
     }
 }
 
-/// [`rows_dot`](kernels::rows_dot) for rows of `k` elements, whose scales are apart, row by row: those of more rows may
-/// follow.
+/// [`rows_dot`](kernels::rows_dot) for rows of `k` elements. `scales` begins with those of the first row, and may be
+/// longer than these rows need.
 pub(crate) fn rows_dot(
     level: Level,
     (k, scales): (usize, &[u8]),

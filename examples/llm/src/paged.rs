@@ -118,6 +118,12 @@ impl PagedWeights {
         self
     }
 
+    /// An error if the pass is given up.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU asks between its steps"))]
+    pub(crate) fn check_cancelled(&self) -> Result<()> {
+        self.waits.check_cancelled()
+    }
+
     fn tensor(&self, id: TensorId) -> Result<&Tiled> {
         self.tensors.get(id.0 as usize).ok_or_else(|| Error::Invalid(format!("there is no tensor {}", id.0)))
     }

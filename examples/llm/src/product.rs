@@ -6,9 +6,6 @@ use crate::mxfp4;
 use crate::pool::Pool;
 use crate::weights::WeightInfo;
 
-/// Fewest stored bytes worth handing to another thread.
-const CHUNK_BYTES: usize = 8 << 10;
-
 /// What scales rows besides what lies in them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Scales<'a> {
@@ -53,18 +50,8 @@ impl Product<'_> {
 
     /// As [`rows`](Self::rows), by all threads of `pool`.
     pub fn rows_on(&self, pool: &Pool, first: usize, rows: &[u8], out: &mut [f32]) {
-        let Self { level, info, scales, acts, m } = *self;
-        if let Scales::None = scales {
-            return kernels::rows_dot_on(pool, level, info.dtype, info.cols as usize, rows, acts, m, out);
-        }
-        let row_bytes = (info.row_bytes as usize).max(1);
-        let each = (rows.len() / row_bytes).div_ceil(pool.threads() * 4);
-        // A multiple of four keeps the kernels' groups of rows whole.
-        let chunk = each.max(CHUNK_BYTES / row_bytes / m.max(1)).max(1).next_multiple_of(4);
-        let stride = chunk * row_bytes;
-        pool.run_chunks(out, chunk * m.max(1), |i, out| {
-            let rows = &rows[i * stride..rows.len().min((i + 1) * stride)];
-            self.rows(first + i * chunk, rows, out);
+        kernels::in_chunks(pool, self.info.row_bytes as usize, rows, self.m, out, |nth, rows, out| {
+            self.rows(first + nth, rows, out);
         });
     }
 }

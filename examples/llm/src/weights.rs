@@ -111,7 +111,8 @@ pub trait Weights: Send + Sync {
         false
     }
 
-    /// How long callers of [`Weights::rows`] have waited for bytes, since the weights were opened.
+    /// How long callers have waited for bytes, of [`Weights::rows`] or of [`Arrivals::next`], since the weights were
+    /// opened.
     fn waited(&self) -> Duration {
         Duration::ZERO
     }

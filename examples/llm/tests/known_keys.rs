@@ -139,7 +139,7 @@ const HARMLESS: [&str; 6] = [
     "tensor_data_layout",
 ];
 
-/// llama.cpp reads it in one architecture alone.
+/// Of the architectures here, llama.cpp reads it for glm4moe alone.
 const NORM: &str = "expert_weights_norm";
 
 /// The keys that a pass follows.

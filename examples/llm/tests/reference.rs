@@ -304,7 +304,7 @@ fn gpt_oss_has_the_logits_of_its_engines() {
 
 /// Neither the form of a file nor how much of it is held changes a bit.
 #[test]
-fn gpt_oss_as_published_has_the_bits_of_its_gguf() {
+fn gpt_oss_in_mxfp4_has_the_bits_of_its_gguf() {
     let tokens = numbers("gpt-oss", "tokens", u32::from_le_bytes).unwrap();
     let logits = |files: &ModelFiles, weights: Arc<dyn Weights>, pass: usize, level: Option<Level>| -> Vec<f32> {
         let model = Arc::new(Model::load(files, weights, Options { threads: 2, level }).unwrap());
@@ -332,6 +332,15 @@ fn gpt_oss_as_published_has_the_bits_of_its_gguf() {
         }
     }
     let expected = logits(&of_gguf, Arc::new(PlainWeights::read(&of_gguf).unwrap()), 96, None);
+    // So many vectors that each expert has work for all threads at each of its steps.
+    let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), Options::default()).unwrap();
+    let model = Arc::new(model);
+    let begin = |_| Session::new(model.clone(), tokens.len(), KvType::F32).unwrap();
+    let mut sessions: Vec<Session> = (0..16).map(begin).collect();
+    let part = |session| Part { session, tokens: &tokens, logits: Logits::All, sampler: None };
+    let mut parts: Vec<_> = sessions.iter_mut().map(part).collect();
+    let (outputs, _) = model.pass(&mut parts).unwrap();
+    assert!(outputs.iter().all(|output| output.logits == expected));
     let page = PageSize::new(Bytes::kib(16)).unwrap();
     for frames in [8, 100] {
         let budget = Bytes::new(frames * page.bytes());
@@ -454,7 +463,8 @@ fn plans_count_what_a_pass_uses() {
         ("qwen2moe", &["", "model.gguf"]),
         ("olmoe", &["", "model.gguf"]),
         ("mixtral", &["", "model.gguf"]),
-        ("gpt-oss", &["model.gguf", "mxfp4.gguf"]),
+        ("gpt-oss", &["model.gguf", "mxfp4.gguf", "mxfp4"]),
+        ("gpt-oss-untruncated", &[""]),
         ("gemma2", &["", "model.gguf"]),
         ("gemma3", &["", "model.gguf"]),
         ("mistral-window", &[""]),

@@ -311,6 +311,15 @@ impl Grammars {
             let message = "Other grammars are being compiled. Try again later.";
             return Err(ApiError::unavailable(message, Some(Duration::from_secs(1))));
         };
+        // The wait for pages that make room is no part of compiling.
+        let slack = self.slack.clone();
+        let made = tokio::task::spawn_blocking(move || slack.begin_grammars()).await;
+        made.map_err(|_| ApiError::internal("The server failed to make room for a grammar: see its log."))?.map_err(
+            |error| {
+                tracing::warn!(%error, "pages did not make room for grammars");
+                ApiError::unavailable("The server has no room for this now. Try again.", Some(Duration::from_secs(1)))
+            },
+        )?;
         // Waiting for others is not held against it.
         let deadline = tokio::time::Instant::now() + COMPILE_TIME;
         let late = || too_complex(param, &format!("compiling it did not end within {} s", COMPILE_TIME.as_secs()));
@@ -342,10 +351,6 @@ impl Grammars {
         room: OwnedSemaphorePermit,
     ) -> Result<Vec<Grammar>, ApiError> {
         let since = Instant::now();
-        self.slack.begin_grammars().map_err(|error| {
-            tracing::warn!(%error, "pages did not make room for grammars");
-            ApiError::unavailable("The server has no room for this now. Try again.", Some(Duration::from_secs(1)))
-        })?;
         let factory = self.factory.get_or_init(|| factory(&self.tokenizer, self.vocab)).as_ref().map_err(|why| {
             tracing::error!(why, "the model's tokens cannot be used for grammars");
             let message = "The tokens of this server's model cannot be used for answers of a given form.";

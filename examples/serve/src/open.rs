@@ -17,7 +17,7 @@ use outcore_llm::{
 };
 
 use crate::args::Args;
-use crate::capture::Capture;
+use crate::capture::{self, Capture};
 use crate::engine::{Drafter, Engine, Limits, Pooling};
 use crate::grammar::{self, Grammars};
 use crate::metrics::Metrics;
@@ -172,7 +172,8 @@ fn store_of(folder: &Path, layout: &KvLayout, model: &[u8]) -> PathBuf {
 /// What a model, its tokenizer or a budget gets that cannot be used; each says what to do.
 pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let files = ModelFiles::open(&args.model)?;
-    let capture = args.capture.as_deref().map(|path| Capture::file(path, &files)).transpose()?;
+    let read = [&args.draft_model, &args.tenants, &args.token_file].map(Option::as_ref);
+    let capture = args.capture.as_deref().map(|path| Capture::file(path, &files, &read)).transpose()?;
     let config = Config::new(&files)?;
     let tokenizer = Arc::new(Tokenizer::load(&files)?);
     let template = ChatTemplate::load(&files, &tokenizer)?;
@@ -212,6 +213,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         + room
         + for_grammars
         + draft.as_ref().map_or(Bytes::ZERO, |draft| draft.memory(DRAFT_SESSIONS))
+        + if capture.is_some() { capture::MEMORY } else { Bytes::ZERO }
         + NETWORK;
 
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
@@ -250,13 +252,12 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     }
 
     let model = runtime.open_parsed(files.header().clone())?;
-    let of_file = |file: u32| {
-        let tensor = files.tensors().iter().find(|tensor| tensor.file == file)?;
-        model.tensor(&tensor.name).ok()
-    };
-    let capture = capture.map(|to| Capture::begin(to, files.header(), of_file, &pool)).transpose()?;
-    let one_of_each = (0..files.paths().len() as u32).filter_map(of_file);
-    let places = Arc::new(Places::new(one_of_each.collect(), pool.clone()));
+    let of_file = |file: u32| files.tensors().iter().find(|tensor| tensor.file == file);
+    let one_of_each =
+        (0..files.paths().len() as u32).filter_map(of_file).map(|one| Ok((one.file, model.tensor(&one.name)?)));
+    let one_of_each: Vec<_> = one_of_each.collect::<outcore::Result<_>>()?;
+    let capture = capture.map(|to| Capture::begin(to, files.header(), &one_of_each, &pool)).transpose()?;
+    let places = Arc::new(Places::new(one_of_each.into_iter().map(|(_, tensor)| tensor).collect(), pool.clone()));
     let metrics = Arc::new(Metrics::new(places.clone(), pooling.as_ref().map_or("none", |pooling| pooling.name())));
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let model = Arc::new(Model::load(&files, weights, Options { threads: args.threads, ..Options::default() })?);

@@ -3,19 +3,21 @@
 //! Memory is divided once, for the longest pass that may come and for grammars. Most passes are short, and most servers
 //! write no answer of a given form: what is kept for that would lie idle while weights are read from the disk again and
 //! again. So before each pass pages get what the pass leaves ([`fit`](Slack::fit)), and give it back before a longer
-//! one begins. The process never takes more than what was divided: at any time the device budget is larger than it was
-//! then by at most what the pass at hand leaves, less all that the process has besides pages and did not have then. So
-//! what the allocator keeps of a longer pass counts too.
+//! one begins.
+//!
+//! The device budget is what it was when memory was divided, plus what the pass at hand and grammars leave of their
+//! parts, less what the process has come to have besides pages since then. The last counts what the allocator keeps of
+//! a longer pass.
 
 use outcore::machine::ProcessMemory;
 use outcore::{Bytes, Result, Runtime};
 use parking_lot::Mutex;
 
-/// Pages get more once that is at least this part of what they have at least: a change moves frames.
+/// The budget grows by at least this part of the least one: a change moves frames.
 const STEP_PART: u64 = 256;
 /// Pages want more if less than one part in so many of their frames is free.
 const FREE_PART: u64 = 16;
-/// Frames smaller than a huge page get memory together with their neighbours.
+/// The system may back a frame with a page of this size, which backs its neighbours too.
 const HUGE_PAGE: Bytes = Bytes::mib(2);
 
 /// What is kept for others than pages.
@@ -50,7 +52,7 @@ pub struct Slack {
 struct Used {
     pass: Bytes,
     grammars: bool,
-    /// The system did not let the budget grow: it stays as it is.
+    /// The system did not let the budget grow: it does not, until it has shrunk.
     refused: bool,
 }
 
@@ -62,7 +64,7 @@ impl Slack {
     /// If the system does not say how much memory the process has.
     pub fn new(runtime: &Runtime, kept: Kept, all: Bytes) -> Result<Self> {
         let least = runtime.stats().device.budget;
-        // Few pages have been read so far. What was taken for one of them too little would be missing later.
+        // As little as it may be: what is taken for it now, and is a page's, pages would get twice later.
         let besides = besides_pages(runtime, HUGE_PAGE)?;
         Ok(Self { runtime: runtime.clone(), kept, least, most: all.max(least), besides, used: Mutex::default() })
     }
@@ -90,10 +92,13 @@ impl Slack {
     /// If pages do not give up what grammars need.
     pub fn begin_grammars(&self) -> Result<()> {
         let mut used = self.used.lock();
-        if std::mem::replace(&mut used.grammars, true) {
+        if used.grammars {
             return Ok(());
         }
-        self.divide(&mut used)
+        used.grammars = true;
+        let divided = self.divide(&mut used);
+        used.grammars = divided.is_ok();
+        divided
     }
 
     fn divide(&self, used: &mut Used) -> Result<()> {
@@ -118,20 +123,22 @@ impl Slack {
                 used.refused = true;
                 Ok(())
             }
-            set => set,
+            Ok(()) => {
+                used.refused &= wanted > budget;
+                Ok(())
+            }
+            Err(error) => Err(error),
         }
     }
 }
 
-/// What the process has in memory besides pages, of which each is taken to have at least so much.
+/// What the process has in memory besides pages, where each page takes at least so much.
 fn besides_pages(runtime: &Runtime, least: Bytes) -> Result<Bytes> {
     let stats = runtime.stats();
-    let frames = stats.device_frames;
-    let with_memory = (frames.used + frames.free).saturating_sub(frames.bare);
     // Read behind it: a page that comes meanwhile counts once too often, and not once too little.
     let resident = ProcessMemory::now()?.resident;
     let each = stats.page_size.bytes().max(least.get());
-    Ok(resident.saturating_sub(Bytes::new(with_memory.saturating_mul(each))))
+    Ok(resident.saturating_sub(Bytes::new(stats.device_frames.used.saturating_mul(each))))
 }
 
 #[cfg(test)]

@@ -307,7 +307,6 @@ fn what_a_tenant_may_have_active_is_told_and_kept() {
     runtime.close().unwrap();
 }
 
-/// Threads ask, wait, give up and go; never more is active than may be, and in the end nothing is.
 /// Requests of one tenant that wait are more blocks together than a `u32` counts.
 #[test]
 fn regression_estimates_of_requests_of_any_size_add_up() {
@@ -336,6 +335,7 @@ fn regression_estimates_of_requests_of_any_size_add_up() {
     runtime.close().unwrap();
 }
 
+/// Threads ask, wait, give up and go; never more is active than may be, and in the end nothing is.
 #[test]
 fn permits_go_from_thread_to_thread() {
     let runtime = runtime(64);

@@ -40,7 +40,7 @@ const PARTS: [&[&str]; 12] = [
     &["attn_k_norm", "self_attn.k_norm"],
     &["attn_output", "self_attn.o_proj"],
     &["ffn_norm", "post_attention_layernorm"],
-    &["ffn_gate_inp", "mlp.gate.", "block_sparse_moe.gate."],
+    &["ffn_gate_inp", "mlp.gate.", "mlp.router.", "block_sparse_moe.gate."],
     &["ffn_gate", "mlp.gate_proj", "mlp.experts", "block_sparse_moe.experts"],
     &["ffn_up", "mlp.up_proj"],
     &["ffn_down", "mlp.down_proj"],

@@ -56,9 +56,9 @@ impl Config {
             (Some(full), Some(sliding)) if arch == Arch::Gemma3 => (Some(full), Some(sliding)),
             _ => (scaling, None),
         };
-        // Its class has YaRN of its own where the file says nothing.
+        // The class of transformers has a YaRN of its own. A file that does not say which one is not guessed at.
         if arch == Arch::GptOss && scaling.is_none() {
-            return Err(meta.bad("rope_scaling is missing"));
+            return Err(meta.bad("rope_scaling (or rope_parameters) is missing or null"));
         }
         let usual = match arch {
             Arch::Gemma3 => 1_000_000.0,

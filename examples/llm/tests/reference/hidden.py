@@ -88,7 +88,7 @@ def by_llama_cpp(path, ids, pooling):
     return (vector / numpy.linalg.norm(vector)).astype(numpy.float32)
 
 
-def write(folder):
+def write_hidden(folder):
     ids = load_file(folder / "logits.safetensors")["tokens"].tolist()
     states = hidden_states(folder, ids)
     made = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}
@@ -113,7 +113,7 @@ def main():
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     for folder in map(Path, sys.argv[1:] or [write.HERE / "qwen3moe"]):
-        write(folder)
+        write_hidden(folder)
 
 
 main()

@@ -624,8 +624,8 @@ def write(name, case, out):
                 fail(f"{name}: llama.cpp is {distance:.1e} from transformers, of at most {APART_MOST}")
             convert(folder, folder / "model.gguf", "MOSTLY_BF16")
             if case.mxfp4:
-                for out in (folder / "mxfp4", Path(scratch, name)):
-                    save_mxfp4(folder, out)
+                for place in (folder / "mxfp4", Path(scratch, name)):
+                    save_mxfp4(folder, place)
                 convert(Path(scratch, name), folder / "mxfp4.gguf", "MOSTLY_BF16")
             for path in sorted(folder.glob("*.gguf")):
                 check_same(exact, path)

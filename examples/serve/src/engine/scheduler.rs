@@ -385,8 +385,14 @@ impl<P: Passes> Scheduler<P> {
             return;
         }
         let tokens: usize = turns.iter().map(|turn| turn.input.len()).sum();
-        if let Err(error) = self.slack.fit(tokens, turns.iter().map(Turn::rows).sum()) {
-            return self.pass_failed(None, &error.into());
+        match self.slack.fit(tokens, turns.iter().map(Turn::rows).sum()) {
+            Ok(()) => {}
+            // Pages still make room. Nothing was begun: the pass is planned anew.
+            Err(error) if error.kind() == ErrorKind::TimedOut => {
+                tracing::warn!(%error, "a pass waits for pages to make room");
+                return;
+            }
+            Err(error) => return self.pass_failed(None, &error.into()),
         }
         let since = Instant::now();
         let results = {
