@@ -22,10 +22,11 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
-PRES = """smollm starcoder refact command-r codeshell exaone minerva-7b mellum2 gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0
-    mellum exaone4 trillion granite-docling llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 smaug-bpe
-    dbrx minicpm5 qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open qwen35 seed-coder tekken
-    gpt-4o llama4 kanana2 deepseek-llm deepseek-coder deepseek-v3 hunyuan-dense falcon default""".split()
+PRES = """smollm starcoder refact command-r codeshell exaone minerva-7b mellum2 gpt-2 phi-2 mpt olmo jais gigachat
+    a.x-4.0 mellum exaone4 trillion granite-docling llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2
+    smaug-bpe dbrx minicpm5 glm4 chatglm-bpe qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open
+    qwen35 seed-coder tekken gpt-4o llama4 kanana2 deepseek-llm deepseek-coder deepseek-v3 hunyuan-dense
+    falcon default""".split()
 WHOLE = "a whole text"
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_", "<tool>", "<tool><tool>", "   ", "\n\n\n"]
 

@@ -44,7 +44,7 @@ const fn whole_words(patterns: &'static [&'static str]) -> Pre {
 }
 
 /// Every name, with what it stands for. Those of models that this crate cannot run are left out.
-const NAMES: [(&[&str], Pre); 15] = [
+const NAMES: [(&[&str], Pre); 16] = [
     (
         &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"],
         pre(&[DIGIT, GPT2]),
@@ -69,7 +69,8 @@ const NAMES: [(&[&str], Pre); 15] = [
         &["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"],
         whole_words(&[LLAMA3]),
     ),
-    (&["smaug-bpe", "dbrx"], pre(&[LLAMA3])),
+    (&["smaug-bpe", "dbrx", "chatglm-bpe"], pre(&[LLAMA3])),
+    (&["glm4"], Pre { patterns: &[LLAMA3], whole_words: true, add_bos: false }),
     (&["minicpm5"], Pre { patterns: &[r"\p{N}{1,3}", LLAMA3], whole_words: true, add_bos: false }),
     (&["qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"], pre(&[QWEN2])),
     (&["qwen35"], pre(&[QWEN35])),
