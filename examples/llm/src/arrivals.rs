@@ -44,9 +44,9 @@ pub(crate) struct Arriving<'a> {
     scope: Arc<Scope>,
     experts: Vec<Expert>,
     requests: FuturesUnordered<Request>,
-    /// Those that are yet to be requested.
+    /// Those that have not been requested.
     idle: VecDeque<usize>,
-    /// Whether one is requested alone, by a scope that holds nothing, since others hold what it takes.
+    /// Whether at most one expert may be requested: other passes hold frames that the next one needs.
     alone: bool,
     /// What the caller has now.
     #[expect(clippy::vec_box, reason = "a guard is moved from its state into this")]

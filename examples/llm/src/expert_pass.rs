@@ -11,7 +11,7 @@ use crate::config::Mixture;
 use crate::error::{Error, Result};
 use crate::experts::{Draw, Foreseen, Scores, drawn};
 use crate::kernels;
-use crate::model::{Input, Model};
+use crate::model::{Input, Model, add_to_each};
 use crate::product::Product;
 use crate::quants;
 use crate::weights::{self, Arrived, Step, WeightInfo};
@@ -339,9 +339,8 @@ impl<'a> Part<'a> {
     }
 
     fn add_bias(&self, vectors: &mut [f32]) {
-        let Some(bias) = &self.bias else { return };
-        for row in vectors.chunks_exact_mut(bias.len()) {
-            row.iter_mut().zip(bias).for_each(|(o, b)| *o += b);
+        if let Some(bias) = &self.bias {
+            add_to_each(vectors, bias);
         }
     }
 }

@@ -134,7 +134,7 @@ pub(crate) fn rows_dot(
     m: usize,
     out: &mut [f32],
 ) {
-    // Kernels for several vectors take so many at a time. For one vector, a row stays in the first cache.
+    // Kernels for several vectors multiply `ROWS` rows at a time. For one vector, a row stays in the first cache.
     let some = if m < ROWS { 1 } else { ROWS };
     let mut values = vec![0; some.min(rows.len() / k) * k * FLOAT];
     let parts = rows.chunks(some * k).zip(out.chunks_mut(some * m));

@@ -34,7 +34,7 @@ const LANES: usize = 16;
 
 /// Most bytes that an element of a vector has in what is prepared for the kernels.
 pub const PREPARED_BYTES: usize = 4;
-/// A thread puts rows whose scales lie apart into another form in so many bytes, or in those of four rows.
+/// Memory in which a thread repacks rows whose scales are in another tensor: so much, or four rows if they take more.
 pub(crate) const SCRATCH_BYTES: usize = 64 << 10;
 
 /// Sixteen blocks of one vector: `value[i] = scale * q[i]`. Blocks beyond the vector's end are zeros.

@@ -410,9 +410,7 @@ impl Model {
         let mut out = self.matmul_rows(rows, scales, x)?;
         if let Some(bias) = bias {
             let bias = self.values(bias)?;
-            for row in out.chunks_exact_mut(bias.len()) {
-                row.iter_mut().zip(&bias).for_each(|(o, b)| *o += b);
-            }
+            add_to_each(&mut out, &bias);
         }
         Ok(out)
     }
@@ -569,6 +567,13 @@ struct Work {
     logits: Vec<f32>,
     /// `[tokens whose hidden states are wanted x dim]`.
     hidden: Vec<f32>,
+}
+
+/// Adds a bias to each of these vectors, which are as long.
+pub(crate) fn add_to_each(vectors: &mut [f32], bias: &[f32]) {
+    for vector in vectors.chunks_exact_mut(bias.len()) {
+        vector.iter_mut().zip(bias).for_each(|(o, b)| *o += b);
+    }
 }
 
 /// Takes back that these parts have begun.

@@ -17,7 +17,7 @@ const APART: usize = BLOCK / 2;
 const PACKED: usize = APART + 1;
 
 /// How the elements of a tensor of bytes with this name and shape are stored, how many extents its rows have, and how
-/// many elements; `None` if it is no part of such a matrix.
+/// many elements; `None` if the tensor holds neither blocks nor scales of MXFP4.
 pub(crate) fn stored(name: &str, shape: &[u64]) -> Option<(WeightType, usize, u64)> {
     match shape {
         [_, .., blocks, bytes] if name.ends_with(BLOCKS) && *bytes == APART as u64 => {

@@ -180,7 +180,7 @@ impl PagedWeights {
         Ok(self.tensor(tensor)?.whole.rows_within(u32::try_from(pages).unwrap_or(u32::MAX))?)
     }
 
-    /// Pages of experts that are asked for, expected or held at a time, at most: more would push each other out.
+    /// The most pages of experts that are requested, expected or held at a time: more would evict each other.
     fn drawn_most(&self) -> u64 {
         let stats = self.runtime.stats();
         stats.device.budget.get() / stats.page_size.bytes() / 2
