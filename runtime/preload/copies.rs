@@ -121,19 +121,15 @@ impl Copies {
         self.steps.push((used, self.copied));
     }
 
-    /// How much was copied when so much was read.
-    fn copied_at(&self, used: f64) -> f64 {
-        let after = self.steps.partition_point(|(at, _)| (*at as f64) < used);
-        let point = |at: usize| self.steps.get(at).map(|(used, copied)| (*used as f64, *copied as f64));
-        match (after.checked_sub(1).and_then(point), point(after)) {
-            (Some(a), Some(b)) => a.1 + (b.1 - a.1) * (used - a.0) / (b.0 - a.0),
-            (Some(end), None) | (None, Some(end)) => end.1,
-            (None, None) => 0.0,
-        }
+    /// How much was copied by the last measurement before so much was read, or at it.
+    fn copied_at(&self, used: f64) -> u64 {
+        let after = self.steps.partition_point(|(at, _)| *at as f64 <= used);
+        after.checked_sub(1).and_then(|at| self.steps.get(at)).map_or(0, |(_, copied)| *copied)
     }
 
-    /// Whether copies came with all parts of what was read but for one. Fewer measurements than parts cannot tell: what
-    /// came with one of them would be spread over several parts.
+    /// Whether copies came with all parts of what was read but for one. What came between two measurements came with
+    /// one part, the one in which the second was taken: of memory that grew once, seen by one measurement behind a long
+    /// pause, nothing says that it grew with all that was read meanwhile. So few measurements cannot tell.
     fn keeps_step(&self) -> bool {
         let (Some((first, _)), Some((last, _))) = (self.steps.first(), self.steps.last()) else { return false };
         if self.steps.len() <= PARTS as usize {
@@ -141,7 +137,7 @@ impl Copies {
         }
         let part = (last - first) as f64 / f64::from(PARTS);
         let at = |number: u32| self.copied_at(*first as f64 + part * f64::from(number));
-        let with = (0..PARTS).filter(|number| at(number + 1) - at(*number) >= part / READ_PART as f64);
+        let with = (0..PARTS).filter(|number| (at(number + 1) - at(*number)) as f64 >= part / READ_PART as f64);
         part > 0.0 && with.count() as u32 + 1 >= PARTS
     }
 
@@ -206,5 +202,33 @@ mod tests {
         assert_eq!(in_step(&[PART, 0, 0, 0, 0, 0]), 0);
         assert_eq!(in_step(&[PART; 6]), 6 * PART);
         assert_eq!(in_step(&[0, PART, PART, PART]), 3 * PART);
+    }
+
+    #[test]
+    fn regression_memory_that_grows_once_in_a_long_pause_between_measurements_is_no_copy() {
+        // In MiB: what was read, and the program's own memory. It grew once, by 150, while 38 were read before the
+        // second measurement. Then there are more of them than parts, most of them in the last part.
+        const MIB: u64 = 1 << 20;
+        let looks = [(0, 2), (38, 152), (44, 152), (48, 152), (52, 152), (56, 152), (120, 152)];
+        let mut copies = Copies::default();
+        for (used, own) in looks {
+            copies.look(Look { own: own * MIB, used: used * MIB, of_files: 400 * MIB, pages: 40 * MIB });
+            assert!(!copies.keeps_step(), "{used} MiB were read");
+            // Were these copies, there would be enough of them to be named.
+            assert_eq!(copies.would_hold(240 * MIB).is_some(), used > 0, "{used} MiB were read");
+        }
+        assert_eq!((copies.in_step(), copies.copied), (0, 76 * MIB));
+    }
+
+    #[test]
+    fn copies_are_seen_behind_a_long_pause_too() {
+        // A long pause, then a measurement with each part that follows.
+        let (mut copies, mut seen) = (Copies::default(), Vec::new());
+        for used in [0, 10, 20, 120, 130, 140, 150, 160, 170, 180, 190] {
+            let bytes = used << 20;
+            copies.look(Look { own: bytes, used: bytes, of_files: 400 << 20, pages: 0 });
+            seen.push(copies.in_step() >> 20);
+        }
+        assert_eq!(seen.last(), Some(&190), "{seen:?}");
     }
 }
