@@ -72,7 +72,8 @@ class Load:
     tokens: int
     # Prompts are one phrase over and over.
     repetitive: bool = False
-    # A client more, whose prompt has so many tokens and whose answer has one. Gaps are those of the others meanwhile.
+    # A client more, whose prompt has so many tokens and whose answer has one. Gaps are those of the others meanwhile;
+    # `gap_p99_of_alone` is over the median of those when it has been read.
     beside: int = 0
 
     def context(self):
@@ -108,7 +109,8 @@ def both(load, options=""):
 def scenarios():
     crowd = Load(16, 64, 32)
     alone = Load(1, 64, 32)
-    company = Load(8, 64, 256, beside=4000)
+    # Long enough to go on when the prompt has been read.
+    company = Load(8, 64, 320, beside=4000)
     echo = Load(1, 256, 128, repetitive=True)
 
     def speculation(load):
@@ -337,7 +339,9 @@ def run_load(port, model, load, seed, pid=None):
         result["beside_s"] = read - beside["sent"]
         # The first token of each comes out of a prompt of its own.
         gaps = [after - before for one in good for before, after in itertools.pairwise(one["times"][1:]) if after <= read]
+        alone = [after - before for one in good for before, after in itertools.pairwise(one["times"]) if before > read]
         result["gap_p99_of_median"] = percentile(gaps, 0.99) / statistics.median(gaps) if gaps else None
+        result["gap_p99_of_alone"] = percentile(gaps, 0.99) / statistics.median(alone) if gaps and alone else None
     # Where a server sends several tokens at once, gaps are those between what it sends.
     result["tokens_an_event"] = sum(one["tokens"] for one in good) / sum(len(one["times"]) for one in good)
     if gaps:

@@ -61,6 +61,8 @@ impl Pace {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::*;
 
     #[test]
@@ -82,5 +84,41 @@ mod tests {
             pace.observe(tokens, 1.0 + 0.002 * tokens as f64);
         }
         assert!(pace.joining(10).is_some_and(|tokens| (450..570).contains(&tokens)), "{:?}", pace.joining(10));
+    }
+
+    /// How many times as long passes take that prompts join, as those without: of the last of 200, after 60 without.
+    /// `cost` is seconds of a pass, by its number and its tokens.
+    fn times_as_long(decoding: usize, cost: impl Fn(usize, usize) -> f64) -> Vec<f64> {
+        let mut pace = Pace::default();
+        (0..60).for_each(|nth| pace.observe(decoding, cost(nth, decoding)));
+        let passes = (60..260).map(|nth| {
+            let tokens = decoding + pace.joining(decoding).unwrap_or(0);
+            let took = cost(nth, tokens);
+            pace.observe(tokens, took);
+            took / cost(nth, decoding)
+        });
+        passes.skip(100).collect()
+    }
+
+    /// Of 64 experts, tokens that draw four each draw so many.
+    fn experts(tokens: usize) -> f64 {
+        64.0 * (1.0 - (60.0_f64 / 64.0).powf(tokens as f64))
+    }
+
+    #[test]
+    fn prompts_have_passes_take_twice_as_long_whatever_a_token_adds() {
+        let check = |what: &str, decoding: usize, within: Range<f64>, cost: &dyn Fn(usize, usize) -> f64| {
+            let times = times_as_long(decoding, cost);
+            assert!(times.iter().all(|times| within.contains(times)), "{what}, {decoding} decode: {times:?}");
+        };
+        let dense = |_: usize, tokens: usize| 0.1 + 0.0035 * tokens as f64;
+        [1, 8, 24, 40].iter().for_each(|decoding| check("dense", *decoding, 1.9..2.05, &dense));
+        // Of a mixture's file less and less is read for each token more. A line through passes of almost one size is
+        // steeper than that: it errs to fewer tokens.
+        let mixture = |_: usize, tokens: usize| 0.02 * experts(tokens) + 0.002 * tokens as f64;
+        [8, 24, 40].iter().for_each(|decoding| check("a mixture", *decoding, 1.6..2.05, &mixture));
+        // The machine is three times as slow from the hundredth pass on.
+        let slower = |nth: usize, tokens: usize| mixture(nth, tokens) * if nth < 100 { 1.0 } else { 3.0 };
+        check("a slower machine", 24, 1.6..2.05, &slower);
     }
 }

@@ -1,7 +1,7 @@
 //! Who is read and written in the next pass.
 //!
-//! A pass has one token of each answer that is being written, and as many tokens of prompts as make it take at most
-//! twice as long. Which answers share passes changes no bit of them.
+//! A pass has one token of each answer that is being written, and as many tokens of prompts as make it take about
+//! twice as long, but at least [`JOIN_LEAST`]. Which answers share passes changes no bit of them.
 //!
 //! An answer is active by a permit of the pool, for the tokens it has and those it is expected to get. In layers with a
 //! window that counts what its passes use: less, once its prompt has been read. When it needs more than that and there
