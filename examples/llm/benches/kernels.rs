@@ -1,4 +1,4 @@
-//! Products of stored matrices with one vector and with sixteen, by type of weight, beside ggml's in turns.
+//! Products of stored matrices with 1, 16 and 256 vectors, by type of weight, beside ggml's in turns.
 //!
 //! `cargo bench -p outcore-llm --bench kernels -- [PEER] [TYPE...]`: PEER is the program that `make peers` builds of
 //! `benches/compare/ggml_matmul.c`. Matrices together exceed the processor's cache. OUTCORE_BENCH_ROUNDS (15) says how
@@ -129,7 +129,7 @@ fn main() {
         let mut matrix = Vec::new();
         quants::quantise(dtype, &numbers(COLUMNS * ROWS, 1), &mut matrix);
         let matrices = matrix.repeat(count);
-        for m in [1, 16] {
+        for m in [1, 16, 256] {
             let x = numbers(m * COLUMNS, 2);
             let mut out = vec![0f32; ROWS * m];
             let mut peer = peer.map(|program| Peer::new(program, dtype, count, m, pool.threads()));

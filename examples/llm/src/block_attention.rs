@@ -71,28 +71,26 @@ impl HeadGroup {
         let Self { level, heads, head_dim, row, .. } = *self;
         let count = seen.len();
         let [keys_at, values_at] = [self.keys_at, self.values_at].map(|at| at + seen.start * row);
-        let at = |start: usize, nth: usize| start + nth * row..start + nth * row + head_dim;
         let tiles = || (0..count).step_by(TILE).map(|first| first..(first + TILE).min(count));
         let mut scores = vec![0f32; heads * count];
         for tile in tiles() {
             for (q, scores) in q.chunks_exact(head_dim).zip(scores.chunks_exact_mut(count)) {
-                for nth in tile.clone() {
-                    scores[nth] = self.scores.of(kernels::dot(level, q, &block[at(keys_at, nth)]));
-                }
+                let scores = &mut scores[tile.clone()];
+                kernels::dots(level, q, &block[keys_at + tile.start * row..], row, scores);
+                scores.iter_mut().for_each(|score| *score = self.scores.of(*score));
             }
         }
         part.fill(0.0);
         for (part, scores) in part.chunks_exact_mut(head_dim + STATE).zip(scores.chunks_exact_mut(count)) {
             let peak = scores.iter().fold(f32::NEG_INFINITY, |peak, score| peak.max(*score));
-            scores.iter_mut().for_each(|score| *score = (*score - peak).exp());
+            kernels::exp_less(level, scores, peak);
             part[head_dim] = peak;
             part[head_dim + 1] = scores.iter().sum();
         }
         for tile in tiles() {
             for (part, scores) in part.chunks_exact_mut(head_dim + STATE).zip(scores.chunks_exact(count)) {
-                for nth in tile.clone() {
-                    kernels::axpy(level, scores[nth], &block[at(values_at, nth)], &mut part[..head_dim]);
-                }
+                let values = &block[values_at + tile.start * row..];
+                kernels::add_rows(level, &scores[tile.clone()], values, row, &mut part[..head_dim]);
             }
         }
     }

@@ -14,7 +14,7 @@ use crate::arch::{Arch, Scoring};
 use crate::error::Result;
 use crate::files::{Container, ModelFiles};
 use crate::fp8::SCALES;
-use crate::kernels;
+use crate::kernels::{self, Level};
 use crate::known;
 use crate::mxfp4;
 
@@ -132,19 +132,11 @@ pub enum Activation {
 
 impl Activation {
     /// In place of `gate`; `up` has as many elements, or more.
-    pub(crate) fn apply(self, gate: &mut [f32], up: &[f32]) {
-        let both = gate.iter_mut().zip(up);
+    pub(crate) fn apply(self, level: Level, gate: &mut [f32], up: &[f32]) {
         match self {
-            Self::Silu => both.for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u),
-            Self::GeluTanh => both.for_each(|(g, u)| {
-                // Hendrycks and Gimpel, "Gaussian error linear units" (2016).
-                let inner = (2.0 / std::f32::consts::PI).sqrt() * (*g + 0.044_715 * *g * *g * *g);
-                *g = 0.5 * *g * (1.0 + inner.tanh()) * u;
-            }),
-            Self::ClampedSilu => both.for_each(|(g, u)| {
-                let (gate, up) = (g.min(LIMIT), u.clamp(-LIMIT, LIMIT));
-                *g = gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0);
-            }),
+            Self::Silu => kernels::silu(level, gate, up),
+            Self::GeluTanh => kernels::gelu(level, gate, up),
+            Self::ClampedSilu => kernels::clamped_silu(level, (LIMIT, ALPHA), gate, up),
         }
     }
 }

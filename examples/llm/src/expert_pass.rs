@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::experts::{Draw, Foreseen, Scores, drawn};
 use crate::kernels;
 use crate::model::{Input, Model, add_to_each};
+use crate::pool::Columns;
 use crate::product::Product;
 use crate::quants;
 use crate::weights::{self, Arrived, Step, WeightInfo};
@@ -221,7 +222,7 @@ impl Model {
             let products = one.parts[..inputs].iter().zip(&mut one.products).map(|(part, made)| (part, take(made)));
             let made = products.map(|(part, made)| part.by_vector(&made, one.m)).collect();
             let [mut gated, raised] = gate_and_up(made);
-            activation.apply(&mut gated, &raised);
+            activation.apply(alone.0, &mut gated, &raised);
             one.vectors = Input::new(gated, one.m);
             one.vectors.prepare(one.parts[inputs].info.dtype, alone);
         });
@@ -333,7 +334,8 @@ impl<'a> Part<'a> {
 
     /// Products of `m` vectors, `[rows x m]`, as vectors with the bias: `[m x rows]`.
     fn by_vector(&self, products: &[f32], m: usize) -> Vec<f32> {
-        let mut out: Vec<f32> = (0..m).flat_map(|nth| products[nth..].iter().step_by(m)).copied().collect();
+        let mut out = vec![0f32; products.len()];
+        kernels::transpose(products, m, &mut Columns::all(&mut out, products.len() / m.max(1)));
         self.add_bias(&mut out);
         out
     }

@@ -18,11 +18,14 @@ use std::sync::OnceLock;
 use half::f16;
 
 use crate::dtype::WeightType;
-use crate::pool::Pool;
+use crate::pool::{Columns, Pool};
 use crate::quants::{E2M1, IQ4, dequantise, e4m3, half_power, iq4_scale, scale_min};
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod elementwise;
+
+pub(crate) use elementwise::{clamped_silu, exp_less, gelu, silu};
 
 /// Elements in one block of quantised activations.
 pub const BLOCK: usize = 32;
@@ -183,7 +186,11 @@ fn quantise_plainly(x: &[f32; BLOCK]) -> Quants {
     for half in halves {
         peaks.iter_mut().zip(half).for_each(|(peak, v)| *peak = peak.max(v.abs()));
     }
-    let peak = peaks.iter().fold(0f32, |m, v| m.max(*v));
+    for some in [8, 4, 2, 1] {
+        let (low, high) = peaks.split_at_mut(some);
+        low.iter_mut().zip(high).for_each(|(low, high)| *low = low.max(*high));
+    }
+    let peak = peaks[0];
     let scale = peak / 127.0;
     let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
     let mut quants = Quants { q: [0; BLOCK], scale, half: [0; 2] };
@@ -365,6 +372,13 @@ pub fn rows_dot_on(
     in_chunks(pool, row_bytes, rows, m, out, |_, rows, out| rows_dot(level, dtype, k, rows, acts, m, out));
 }
 
+/// How many of these rows a thread multiplies at a time with `m` vectors.
+pub(crate) fn chunk_rows(pool: &Pool, row_bytes: usize, rows: usize, m: usize) -> usize {
+    let least = (CHUNK_BYTES / row_bytes.max(1) / m.max(1)).max(1);
+    // A multiple of four keeps the kernels' groups of rows whole.
+    rows.div_ceil(pool.threads() * 4).max(least).next_multiple_of(4)
+}
+
 /// Has the threads of `pool` multiply chunks of rows with `m` vectors: `each` gets the number of a chunk's first row,
 /// its rows, and where their products go.
 pub(crate) fn in_chunks(
@@ -376,10 +390,7 @@ pub(crate) fn in_chunks(
     each: impl Fn(usize, &[u8], &mut [f32]) + Sync,
 ) {
     let row_bytes = row_bytes.max(1);
-    let of_thread = (rows.len() / row_bytes).div_ceil(pool.threads() * 4);
-    let least = (CHUNK_BYTES / row_bytes / m.max(1)).max(1);
-    // A multiple of four keeps the kernels' groups of rows whole.
-    let chunk = of_thread.max(least).next_multiple_of(4);
+    let chunk = chunk_rows(pool, row_bytes, rows.len() / row_bytes, m);
     let stride = chunk * row_bytes;
     pool.run_chunks(out, chunk * m.max(1), |i, out| {
         each(i * chunk, &rows[i * stride..rows.len().min((i + 1) * stride)], out);
@@ -428,6 +439,57 @@ pub fn dot(level: Level, a: &[f32], b: &[f32]) -> f32 {
     }
     let _ = level;
     a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// `out[i] = dot(q, row i)`, where row `i` begins at `rows[i * stride]`.
+///
+/// # Panics
+/// When `rows` ends before the last row does.
+pub(crate) fn dots(level: Level, q: &[f32], rows: &[f32], stride: usize, out: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if level.clamped() >= Level::Avx2 {
+        // SAFETY: the features were detected (invariant 3).
+        return unsafe { x86::dots_f32(q, rows, stride, out) };
+    }
+    out.iter_mut().enumerate().for_each(|(i, out)| *out = dot(level, q, &rows[i * stride..][..q.len()]));
+}
+
+/// `y += a * x` for each `a` of `shares` in turn, where `x` of number `i` begins at `rows[i * stride]`.
+///
+/// # Panics
+/// When `rows` ends before the last row does.
+pub(crate) fn add_rows(level: Level, shares: &[f32], rows: &[f32], stride: usize, y: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if level.clamped() >= Level::Avx2 {
+        // SAFETY: the features were detected (invariant 3).
+        return unsafe { x86::add_rows_f32(shares, rows, stride, y) };
+    }
+    let len = y.len();
+    shares.iter().enumerate().for_each(|(i, a)| axpy(level, *a, &rows[i * stride..][..len], y));
+}
+
+/// Rows become columns: row `r` of `products`, of which each has `m` elements, becomes column `r` of `out`.
+pub(crate) fn transpose(products: &[f32], m: usize, out: &mut Columns<'_, f32>) {
+    // A square of so many rows and columns at a time.
+    const SIDE: usize = 16;
+    let rows = products.len() / m.max(1);
+    for first in (0..rows).step_by(SIDE) {
+        for j in (0..m).step_by(SIDE) {
+            let [high, wide] = [rows - first, m - j].map(|left| left.min(SIDE));
+            let mut square = [[0f32; SIDE]; SIDE];
+            for (r, row) in square[..high].iter_mut().enumerate() {
+                let products = &products[(first + r) * m + j..];
+                match products.first_chunk::<SIDE>() {
+                    Some(products) => *row = *products,
+                    None => row[..wide].copy_from_slice(&products[..wide]),
+                }
+            }
+            for c in 0..wide {
+                let out = &mut out.row(j + c)[first..first + high];
+                out.iter_mut().zip(&square).for_each(|(out, row)| *out = row[c]);
+            }
+        }
+    }
 }
 
 /// The dot product of numbers with half-precision numbers.
@@ -961,6 +1023,79 @@ mod x86 {
         }
         let tail: f32 = tail_a.iter().zip(tail_b).map(|(a, b)| a * b).sum();
         sum_ps(_mm256_add_ps(acc[0], acc[1])) + tail
+    }
+
+    /// [`dots`](super::dots), with the bits of [`dot_f32`].
+    #[target_feature(enable = "avx2,fma")]
+    pub fn dots_f32(q: &[f32], rows: &[f32], stride: usize, out: &mut [f32]) {
+        let row = |i: usize| &rows[i * stride..][..q.len()];
+        let (fours, rest) = out.as_chunks_mut::<4>();
+        let done = 4 * fours.len();
+        for (i, out) in fours.iter_mut().enumerate() {
+            let rows = [0, 1, 2, 3].map(|r| row(4 * i + r).as_chunks::<16>());
+            let (wide, tail) = q.as_chunks::<16>();
+            let mut acc = [[_mm256_setzero_ps(); 2]; 4];
+            for (step, q) in wide.iter().enumerate() {
+                let q = [eight(&q[..8]), eight(&q[8..])];
+                for (acc, row) in acc.iter_mut().zip(&rows) {
+                    let row = &row.0[step];
+                    acc[0] = _mm256_fmadd_ps(q[0], eight(&row[..8]), acc[0]);
+                    acc[1] = _mm256_fmadd_ps(q[1], eight(&row[8..]), acc[1]);
+                }
+            }
+            *out = sums_ps(acc.map(|[a, b]| _mm256_add_ps(a, b)));
+            for (out, row) in out.iter_mut().zip(&rows) {
+                *out += tail.iter().zip(row.1).map(|(a, b)| a * b).sum::<f32>();
+            }
+        }
+        rest.iter_mut().enumerate().for_each(|(i, out)| *out = dot_f32(q, row(done + i)));
+    }
+
+    /// [`sum_ps`] of four, with its bits.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn sums_ps(x: [__m256; 4]) -> [f32; 4] {
+        let four = x.map(|x| _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x)));
+        let low = _mm_add_ps(_mm_unpacklo_ps(four[0], four[1]), _mm_unpackhi_ps(four[0], four[1]));
+        let high = _mm_add_ps(_mm_unpacklo_ps(four[2], four[3]), _mm_unpackhi_ps(four[2], four[3]));
+        let all = _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low));
+        let mut sums = [0f32; 4];
+        // SAFETY: the reference covers the 16 bytes; the store needs no alignment.
+        unsafe { _mm_storeu_ps(sums.as_mut_ptr(), all) };
+        sums
+    }
+
+    /// [`add_rows`](super::add_rows), with the bits of [`axpy_f32`]: sums stay in registers for all rows.
+    #[target_feature(enable = "avx2,fma")]
+    pub fn add_rows_f32(shares: &[f32], rows: &[f32], stride: usize, y: &mut [f32]) {
+        const WIDE: usize = 8;
+        let mut at = 0;
+        while let Some(y) = y[at..].first_chunk_mut::<{ 8 * WIDE }>() {
+            add_columns::<WIDE>(shares, &rows[at..], stride, y.as_chunks_mut::<8>().0);
+            at += 8 * WIDE;
+        }
+        while let Some(y) = y[at..].first_chunk_mut::<8>() {
+            add_columns::<1>(shares, &rows[at..], stride, y.as_chunks_mut::<8>().0);
+            at += 8;
+        }
+        let tail = &mut y[at..];
+        for (i, a) in shares.iter().enumerate() {
+            let x = &rows[i * stride + at..][..tail.len()];
+            tail.iter_mut().zip(x).for_each(|(y, x)| *y += a * x);
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    fn add_columns<const N: usize>(shares: &[f32], rows: &[f32], stride: usize, y: &mut [[f32; 8]]) {
+        let mut acc: [__m256; N] = std::array::from_fn(|n| load_ps(&y[n]));
+        for (i, a) in shares.iter().enumerate() {
+            let (a, x) = (_mm256_set1_ps(*a), rows[i * stride..][..8 * N].as_chunks::<8>().0);
+            for n in 0..N {
+                acc[n] = _mm256_fmadd_ps(a, load_ps(&x[n]), acc[n]);
+            }
+        }
+        y.iter_mut().zip(acc).for_each(|(y, acc)| store_ps(y, acc));
     }
 
     #[inline]

@@ -35,8 +35,6 @@ use crate::quants;
 use crate::rotary::Turns;
 use crate::weights::{Step, TensorId, WeightInfo, Weights};
 
-/// Most vectors whose products one thread sorts at a time.
-const SORTED: usize = 8;
 /// The attention of so many tokens of a session is one thread's work, where there are other sessions for the others.
 const PART_FEW: usize = 8;
 
@@ -451,25 +449,10 @@ impl Model {
         let acts = x.prepare(w.dtype, (self.level, &self.pool));
         let product = Product { level: self.level, info: w, scales, acts, m };
         let mut out = vec![0f32; m * n];
-        let mut transposed = vec![0f32; if m > 1 { n * m } else { 0 }];
         for tile in tiles {
             let (tile, bytes) = tile?;
-            let bytes: &[u8] = &bytes;
-            let (start, end) = ((tile.start - rows.start) as usize * m, (tile.end - rows.start) as usize * m);
-            let target = if m > 1 { &mut transposed[start..end] } else { &mut out[start..end] };
-            product.rows_on(&self.pool, tile.start as usize, bytes, target);
-        }
-        if m > 1 {
-            let some = m.div_ceil(self.pool.threads()).min(SORTED);
-            self.pool.run_chunks(&mut out, n * some, |i, out| {
-                // Sixteen rows at a time, so that a row's products are in the first cache for all of these vectors.
-                for (first, rows) in transposed.chunks(16 * m).enumerate().map(|(i, rows)| (16 * i, rows)) {
-                    for (j, out) in out.chunks_exact_mut(n).enumerate() {
-                        let products = rows[i * some + j..].iter().step_by(m);
-                        out[first..].iter_mut().zip(products).for_each(|(o, t)| *o = *t);
-                    }
-                }
-            });
+            let columns = (tile.start - rows.start) as usize..(tile.end - rows.start) as usize;
+            product.by_vector(&self.pool, (tile.start as usize, &bytes), columns, (&mut out, n));
         }
         Ok(out)
     }
@@ -513,8 +496,8 @@ impl Model {
     /// The model's activation of both, in place of `gate`.
     pub(crate) fn activate(&self, gate: &mut [f32], up: &[f32]) {
         let per = 1024;
-        let activation = self.arch.config.activation;
-        self.pool.run_chunks(gate, per, |i, gate| activation.apply(gate, &up[i * per..]));
+        let (activation, level) = (self.arch.config.activation, self.level);
+        self.pool.run_chunks(gate, per, |i, gate| activation.apply(level, gate, &up[i * per..]));
     }
 }
 

@@ -51,25 +51,22 @@ impl Cache {
         let base = base + seen.start * hd;
         let at = |p: usize| base + p * hd..base + (p + 1) * hd;
         let mut scores = vec![0f32; seen.len()];
-        let mut peak = sink.unwrap_or(f32::NEG_INFINITY);
-        for (p, score) in scores.iter_mut().enumerate() {
-            *score = scores_of.of(match self {
-                Self::F32 { keys, .. } => kernels::dot(level, q, &keys[at(p)]),
-                Self::F16 { keys, .. } => kernels::dot_f16(level, q, &keys[at(p)]),
-            });
-            peak = peak.max(*score);
+        match self {
+            Self::F32 { keys, .. } => kernels::dots(level, q, &keys[base..], hd, &mut scores),
+            Self::F16 { keys, .. } => {
+                scores.iter_mut().enumerate().for_each(|(p, score)| *score = kernels::dot_f16(level, q, &keys[at(p)]));
+            }
         }
-        let mut total = sink.map_or(0.0, |sink| (sink - peak).exp());
-        for score in &mut scores {
-            *score = (*score - peak).exp();
-            total += *score;
-        }
+        scores.iter_mut().for_each(|score| *score = scores_of.of(*score));
+        let peak = scores.iter().fold(sink.unwrap_or(f32::NEG_INFINITY), |peak, score| peak.max(*score));
+        kernels::exp_less(level, &mut scores, peak);
+        let total = sink.map_or(0.0, |sink| (sink - peak).exp()) + scores.iter().sum::<f32>();
+        scores.iter_mut().for_each(|score| *score /= total);
         out.fill(0.0);
-        for (p, score) in scores.iter().enumerate() {
-            let share = score / total;
-            match self {
-                Self::F32 { values, .. } => kernels::axpy(level, share, &values[at(p)], out),
-                Self::F16 { values, .. } => kernels::axpy_f16(level, share, &values[at(p)], out),
+        match self {
+            Self::F32 { values, .. } => kernels::add_rows(level, &scores, &values[base..], hd, out),
+            Self::F16 { values, .. } => {
+                scores.iter().enumerate().for_each(|(p, share)| kernels::axpy_f16(level, *share, &values[at(p)], out));
             }
         }
     }

@@ -11,6 +11,8 @@
 //! closure; (2) the caller returns only after it has closed the job and every joined worker has left; (3) each chunk
 //! index is claimed once.
 
+use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -207,6 +209,65 @@ impl Pool {
     }
 }
 
+/// Some columns of a matrix in row-major order: of each row, the same elements.
+#[derive(Debug)]
+pub(crate) struct Columns<'a, T> {
+    base: *mut T,
+    rows: usize,
+    /// Elements from the start of a row to that of the next.
+    stride: usize,
+    columns: Range<usize>,
+    matrix: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T> Columns<'a, T> {
+    /// All columns of a matrix whose rows have `width` elements.
+    pub fn all(matrix: &'a mut [T], width: usize) -> Self {
+        let (base, rows) = (matrix.as_mut_ptr(), matrix.len() / width.max(1));
+        Self { base, rows, stride: width, columns: 0..width, matrix: PhantomData }
+    }
+
+    /// These columns' elements of row `nth`.
+    ///
+    /// # Panics
+    /// When the matrix has fewer rows.
+    pub fn row(&mut self, nth: usize) -> &mut [T] {
+        assert!(nth < self.rows, "row {nth} of {}", self.rows);
+        // SAFETY: the row and the columns are within the matrix, which stays mutably borrowed for `'a`. Others have other
+        // columns of it only (`Pool::run_columns`).
+        unsafe {
+            std::slice::from_raw_parts_mut(self.base.add(nth * self.stride + self.columns.start), self.columns.len())
+        }
+    }
+}
+
+impl Pool {
+    /// Calls `work(i, some)` for consecutive groups of `count` of these columns (the last may be smaller) of `matrix`,
+    /// whose rows have `width` elements.
+    ///
+    /// # Panics
+    /// When rows have fewer columns.
+    pub(crate) fn run_columns<T: Send>(
+        &self,
+        (matrix, width): (&mut [T], usize),
+        columns: Range<usize>,
+        count: usize,
+        work: impl Fn(usize, Columns<'_, T>) + Sync,
+    ) {
+        struct Base<T>(*mut T);
+        // SAFETY: the pointer is used for disjoint columns only, each by the one thread that claimed its index.
+        unsafe impl<T: Send> Sync for Base<T> {}
+        assert!(columns.end <= width, "columns {columns:?} of {width}");
+        let (count, rows, base) = (count.max(1), matrix.len() / width.max(1), Base(matrix.as_mut_ptr()));
+        let base = &base;
+        self.run(columns.len().div_ceil(count), &|i| {
+            let start = columns.start + i * count;
+            let columns = start..columns.end.min(start + count);
+            work(i, Columns { base: base.0, rows, stride: width, columns, matrix: PhantomData });
+        });
+    }
+}
+
 impl Drop for Pool {
     fn drop(&mut self) {
         {
@@ -233,6 +294,24 @@ mod tests {
         let error = Pool::new(20_000).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
         assert!(error.to_string().contains("1024"), "{error}");
+    }
+
+    #[test]
+    fn threads_write_columns_of_their_own() {
+        let pool = Pool::new(3).unwrap();
+        for (rows, width, columns, count) in [(5, 7, 0..7, 2), (4, 9, 3..8, 4), (1, 3, 1..2, 8), (3, 4, 2..2, 1)] {
+            let mut matrix = vec![0usize; rows * width];
+            pool.run_columns((&mut matrix, width), columns.clone(), count, |i, mut some| {
+                for row in 0..rows {
+                    some.row(row).iter_mut().for_each(|x| *x += 100 * i + row + 1);
+                }
+            });
+            for (at, x) in matrix.into_iter().enumerate() {
+                let (row, column) = (at / width, at % width);
+                let own = columns.contains(&column).then(|| 100 * ((column - columns.start) / count) + row + 1);
+                assert_eq!(x, own.unwrap_or(0), "{columns:?}, {at}");
+            }
+        }
     }
 
     #[test]

@@ -1,10 +1,15 @@
 //! Products of stored rows with vectors, whatever scales the rows.
 
+use std::ops::Range;
+
 use crate::fp8::{self, BlockScales};
 use crate::kernels::{self, Acts, Level};
 use crate::mxfp4;
 use crate::pool::Pool;
 use crate::weights::WeightInfo;
+
+/// Bytes of products that a thread makes before they become columns, or those of four rows.
+const PRODUCTS_BYTES: usize = 64 << 10;
 
 /// What scales rows besides what lies in them.
 #[derive(Clone, Copy, Debug)]
@@ -48,10 +53,31 @@ impl Product<'_> {
         }
     }
 
-    /// As [`rows`](Self::rows), by all threads of `pool`.
-    pub fn rows_on(&self, pool: &Pool, first: usize, rows: &[u8], out: &mut [f32]) {
-        kernels::in_chunks(pool, self.info.row_bytes as usize, rows, self.m, out, |nth, rows, out| {
-            self.rows(first + nth, rows, out);
+    /// The products of `columns.len()` rows, of which the first is the tensor's row `first`, by all threads of `pool`: in
+    /// these columns of `out`, whose rows belong to vectors and have `n` elements.
+    pub fn by_vector(
+        &self,
+        pool: &Pool,
+        (first, rows): (usize, &[u8]),
+        columns: Range<usize>,
+        (out, n): (&mut [f32], usize),
+    ) {
+        let (m, row_bytes) = (self.m, self.info.row_bytes as usize);
+        if m == 1 {
+            kernels::in_chunks(pool, row_bytes, rows, m, &mut out[columns], |nth, rows, out| {
+                self.rows(first + nth, rows, out);
+            });
+            return;
+        }
+        // Products are made in the second cache, where they become columns.
+        let most = (PRODUCTS_BYTES / size_of::<f32>() / m.max(1)).max(4) & !3;
+        let chunk = kernels::chunk_rows(pool, row_bytes, columns.len(), m).min(most);
+        let end = columns.len();
+        pool.run_columns((out, n), columns, chunk, |i, mut out| {
+            let (start, end) = (i * chunk, end.min((i + 1) * chunk));
+            let mut products = vec![0f32; (end - start) * m];
+            self.rows(first + start, &rows[start * row_bytes..end * row_bytes], &mut products);
+            kernels::transpose(&products, m, &mut out);
         });
     }
 }

@@ -41,10 +41,25 @@ pub fn wants_lanes(m: usize) -> bool {
     m >= MANY
 }
 
-/// Quantises one block.
+/// Quantises one block, with the bits of [`quantise_plainly`](super::quantise_plainly).
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub fn quantise(x: &[f32; BLOCK]) -> Quants {
-    super::quantise_plainly(x)
+    let halves = x.as_chunks::<16>().0;
+    let x = [load_ps(&halves[0]), load_ps(&halves[1])];
+    // What is no number counts as zero.
+    let sizes = x.map(|x| _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_ORD_Q>(x, x), _mm512_abs_ps(x)));
+    let scale = _mm512_reduce_max_ps(_mm512_max_ps(sizes[0], sizes[1])) / 127.0;
+    let inverse = _mm512_set1_ps(if scale > 0.0 { 1.0 / scale } else { 0.0 });
+    let rounder = _mm512_set1_ps(12_582_912.0);
+    let whole = x.map(|x| {
+        let rounded = _mm512_sub_ps(_mm512_add_ps(_mm512_mul_ps(x, inverse), rounder), rounder);
+        _mm512_cvttps_epi32(rounded)
+    });
+    let both = whole.map(|whole| _mm512_cvtepi32_epi8(whole));
+    let mut quants = Quants { q: [0; BLOCK], scale, half: whole.map(|whole| _mm512_reduce_add_epi32(whole)) };
+    // SAFETY: the reference covers the 32 bytes; the store needs no alignment.
+    unsafe { _mm256_storeu_si256(quants.q.as_mut_ptr().cast(), _mm256_set_m128i(both[1], both[0])) };
+    quants
 }
 
 /// [`scaled_e4m3`](super::scaled_e4m3).
@@ -94,12 +109,24 @@ fn drive<const KIND: u32>(job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
             for (r, row) in rows.chunks_exact(row_bytes).enumerate() {
                 unpack::<KIND>(row, &mut tile, r);
             }
-            for (nth, lanes) in lanes.chunks_exact(tile.len()).enumerate() {
-                let sums = many::<KIND>(&tile, lanes, if nth == 0 { next } else { &[] });
+            let mut keep = |nth: usize, sums: &[[f32; LANES]; ROWS]| {
                 for (sums, out) in sums.iter().zip(out.chunks_exact_mut(m)) {
                     let out = &mut out[(first + nth) * LANES..];
-                    let count = out.len().min(LANES);
-                    out[..count].copy_from_slice(&sums[..count]);
+                    match out.first_chunk_mut::<LANES>() {
+                        Some(out) => *out = *sums,
+                        None => out.iter_mut().zip(sums).for_each(|(out, sum)| *out = *sum),
+                    }
+                }
+            };
+            for (pair, both) in lanes.chunks(2 * tile.len()).enumerate() {
+                let ahead = if pair == 0 { next } else { &[] };
+                let (one, other) = both.split_at(tile.len());
+                if other.is_empty() {
+                    let [sums] = many::<KIND, 1>(&tile, [one], ahead);
+                    keep(2 * pair, &sums);
+                } else {
+                    let sums = many::<KIND, 2>(&tile, [one, other], ahead);
+                    sums.iter().enumerate().for_each(|(side, sums)| keep(2 * pair + side, sums));
                 }
             }
         }
@@ -649,24 +676,33 @@ fn unpack<const KIND: u32>(row: &[u8], tile: &mut [Tile], r: usize) {
     }
 }
 
-/// Four rows with sixteen vectors. Meanwhile, the bytes that will be unpacked next are fetched.
+/// Four rows with `G` times sixteen vectors, which share the loads of weights. Meanwhile, the bytes that will be unpacked
+/// next are fetched.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn many<const KIND: u32>(tile: &[Tile], lanes: &[Q8Lanes], next: &[u8]) -> [[f32; LANES]; ROWS] {
-    let mut acc = [[_mm512_setzero_ps(); ROWS]; 4];
+fn many<const KIND: u32, const G: usize>(
+    tile: &[Tile],
+    lanes: [&[Q8Lanes]; G],
+    next: &[u8],
+) -> [[[f32; LANES]; ROWS]; G] {
+    let mut acc = [[[_mm512_setzero_ps(); ROWS]; G]; 4];
     let each = next.len().div_ceil(tile.len() / 4).max(1);
     let mut next = next.chunks(each);
-    for (tile, lanes) in tile.as_chunks::<4>().0.iter().zip(lanes.as_chunks::<4>().0) {
+    let lanes = lanes.map(|lanes| lanes.as_chunks::<4>().0);
+    for (nth, tile) in tile.as_chunks::<4>().0.iter().enumerate() {
         next.next().unwrap_or_default().chunks(64).for_each(fetch);
-        add_block::<KIND>(&tile[0], &lanes[0], &mut acc[0]);
-        add_block::<KIND>(&tile[1], &lanes[1], &mut acc[1]);
-        add_block::<KIND>(&tile[2], &lanes[2], &mut acc[2]);
-        add_block::<KIND>(&tile[3], &lanes[3], &mut acc[3]);
+        let lanes = lanes.map(|lanes| &lanes[nth]);
+        add_block::<KIND, G>(&tile[0], lanes.map(|lanes| &lanes[0]), &mut acc[0]);
+        add_block::<KIND, G>(&tile[1], lanes.map(|lanes| &lanes[1]), &mut acc[1]);
+        add_block::<KIND, G>(&tile[2], lanes.map(|lanes| &lanes[2]), &mut acc[2]);
+        add_block::<KIND, G>(&tile[3], lanes.map(|lanes| &lanes[3]), &mut acc[3]);
     }
-    let mut out = [[0f32; LANES]; ROWS];
-    for r in 0..ROWS {
-        let [a, b, c, d] = [acc[0][r], acc[1][r], acc[2][r], acc[3][r]];
-        store_ps(&mut out[r], _mm512_add_ps(_mm512_add_ps(a, c), _mm512_add_ps(b, d)));
+    let mut out = [[[0f32; LANES]; ROWS]; G];
+    for g in 0..G {
+        for r in 0..ROWS {
+            let [a, b, c, d] = [acc[0][g][r], acc[1][g][r], acc[2][g][r], acc[3][g][r]];
+            store_ps(&mut out[g][r], _mm512_add_ps(_mm512_add_ps(a, c), _mm512_add_ps(b, d)));
+        }
     }
     out
 }
@@ -680,57 +716,66 @@ fn fetch(bytes: &[u8]) {
 
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn add_block<const KIND: u32>(w: &Tile, y: &Q8Lanes, acc: &mut [__m512; ROWS]) {
-    let terms = terms::<KIND>(w, y);
-    let scale = load_ps(&y.scale);
-    for r in 0..ROWS {
-        acc[r] = _mm512_fmadd_ps(scale, terms[r], acc[r]);
+fn add_block<const KIND: u32, const G: usize>(w: &Tile, y: [&Q8Lanes; G], acc: &mut [[__m512; ROWS]; G]) {
+    let terms = terms::<KIND, G>(w, y);
+    for g in 0..G {
+        let scale = load_ps(&y[g].scale);
+        for r in 0..ROWS {
+            acc[g][r] = _mm512_fmadd_ps(scale, terms[g][r], acc[g][r]);
+        }
     }
 }
 
-/// What one block of four rows adds for sixteen vectors, but for the vectors' scale.
+/// What one block of four rows adds for `G` times sixteen vectors, but for the vectors' scale.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn terms<const KIND: u32>(w: &Tile, y: &Q8Lanes) -> [__m512; ROWS] {
+fn terms<const KIND: u32, const G: usize>(w: &Tile, y: [&Q8Lanes; G]) -> [[__m512; ROWS]; G] {
     let zero = _mm512_setzero_si512();
-    let products = |words: std::ops::Range<usize>, start: __m512i| {
-        let mut p = [start; ROWS];
+    let products = |words: std::ops::Range<usize>, start: [__m512i; G]| {
+        let mut p = start.map(|start| [start; ROWS]);
         for i in words {
-            let yi = load(&y.q[i]);
-            for (p, w) in p.iter_mut().zip(&w.w) {
-                *p = _mm512_dpbusd_epi32(*p, _mm512_set1_epi32(word(w, 4 * i)), yi);
+            let yi = y.map(|y| load(&y.q[i]));
+            for r in 0..ROWS {
+                let w = _mm512_set1_epi32(word(&w.w[r], 4 * i));
+                for g in 0..G {
+                    p[g][r] = _mm512_dpbusd_epi32(p[g][r], w, yi[g]);
+                }
             }
         }
         p
     };
-    let mut out = [_mm512_setzero_ps(); ROWS];
+    let mut out = [[_mm512_setzero_ps(); ROWS]; G];
     if KIND == Q6_K {
-        let a = products(0..4, _mm512_sub_epi32(zero, _mm512_slli_epi32::<5>(load(&y.half[0]))));
-        let b = products(4..8, _mm512_sub_epi32(zero, _mm512_slli_epi32::<5>(load(&y.half[1]))));
-        for r in 0..ROWS {
-            let [first, second] = w.sixteen[r].map(|s| _mm512_set1_ps(s));
-            let p = _mm512_mul_ps(first, _mm512_cvtepi32_ps(a[r]));
-            let p = _mm512_fmadd_ps(second, _mm512_cvtepi32_ps(b[r]), p);
-            out[r] = _mm512_mul_ps(_mm512_set1_ps(w.d[r]), p);
+        let less = |half: usize| y.map(|y| _mm512_sub_epi32(zero, _mm512_slli_epi32::<5>(load(&y.half[half]))));
+        let (a, b) = (products(0..4, less(0)), products(4..8, less(1)));
+        for g in 0..G {
+            for r in 0..ROWS {
+                let [first, second] = w.sixteen[r].map(|s| _mm512_set1_ps(s));
+                let p = _mm512_mul_ps(first, _mm512_cvtepi32_ps(a[g][r]));
+                let p = _mm512_fmadd_ps(second, _mm512_cvtepi32_ps(b[g][r]), p);
+                out[g][r] = _mm512_mul_ps(_mm512_set1_ps(w.d[r]), p);
+            }
         }
         return out;
     }
-    let sum = load(&y.sum);
+    let sum = y.map(|y| load(&y.sum));
     let start = match KIND {
-        Q4_0 => _mm512_sub_epi32(zero, _mm512_slli_epi32::<3>(sum)),
-        Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => _mm512_sub_epi32(zero, _mm512_slli_epi32::<7>(sum)),
-        _ => zero,
+        Q4_0 => sum.map(|sum| _mm512_sub_epi32(zero, _mm512_slli_epi32::<3>(sum))),
+        Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => sum.map(|sum| _mm512_sub_epi32(zero, _mm512_slli_epi32::<7>(sum))),
+        _ => [zero; G],
     };
     let p = products(0..8, start);
-    for r in 0..ROWS {
-        let (d, p) = (_mm512_set1_ps(w.d[r]), _mm512_cvtepi32_ps(p[r]));
-        out[r] = match KIND {
-            Q4_0 | Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => _mm512_mul_ps(d, p),
-            _ => {
-                let low = _mm512_mul_ps(_mm512_set1_ps(w.min[r]), _mm512_cvtepi32_ps(sum));
-                _mm512_fmadd_ps(d, p, low)
-            }
-        };
+    for g in 0..G {
+        for r in 0..ROWS {
+            let (d, p) = (_mm512_set1_ps(w.d[r]), _mm512_cvtepi32_ps(p[g][r]));
+            out[g][r] = match KIND {
+                Q4_0 | Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => _mm512_mul_ps(d, p),
+                _ => {
+                    let low = _mm512_mul_ps(_mm512_set1_ps(w.min[r]), _mm512_cvtepi32_ps(sum[g]));
+                    _mm512_fmadd_ps(d, p, low)
+                }
+            };
+        }
     }
     out
 }
