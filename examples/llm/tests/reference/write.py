@@ -12,6 +12,7 @@ llama-cpp-python has it under vendor/llama.cpp. Needs no network.
 
 import argparse
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -340,6 +341,37 @@ def from_mxfp4(blocks, scales):
     return (E2M1[codes & 7] * (1.0 - 2 * (codes >> 3)) * (scales.unsqueeze(-1).float() - 127).exp2()).flatten(-2)
 
 
+def rounded(values):
+    """The values rounded to 8 bits, as `generate` and llama.cpp do where weights are of a type of blocks: 32 at a time,
+    in parts of their largest."""
+    blocks = values.unflatten(-1, (-1, 32))
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    return ((blocks / torch.where(scales > 0, scales, 1)).round() * scales).flatten(-2)
+
+
+def rounded_experts(experts, states, router_indices=None, routing_weights=None):
+    """What the experts of a gpt-oss make of vectors that are rounded before each product."""
+    made = torch.zeros_like(states)
+    for nth in range(experts.num_experts):
+        gated = experts._apply_gate(rounded(states) @ experts.gate_up_proj[nth] + experts.gate_up_proj_bias[nth])
+        out = rounded(gated) @ experts.down_proj[nth] + experts.down_proj_bias[nth]
+        made += out * (routing_weights * (router_indices == nth)).sum(-1, keepdim=True)
+    return made
+
+
+def run_rounded(model, case, ids):
+    """The logits of a gpt-oss whose experts' inputs are rounded."""
+    whole = [module for module in model.modules() if type(module).__name__ == "GptOssExperts"]
+    if len(whole) != model.config.num_hidden_layers:
+        fail(f"transformers {transformers.__version__} has no GptOssExperts in each layer; correct run_rounded")
+    for experts in whole:
+        experts.forward = functools.partial(rounded_experts, experts)
+    logits, _ = run(model, case, ids)
+    for experts in whole:
+        del experts.forward
+    return logits.numpy()
+
+
 def fill(model, case, seed):
     """Gives every parameter a value that matters, exact in bfloat16."""
     random = torch.Generator().manual_seed(seed)
@@ -611,6 +643,9 @@ def write(name, case, out):
         check_saved(name, folder / "fused", case, ids, logits)
     logits = logits.numpy()
     made = {"tokens": numpy.array(ids, dtype=numpy.int32), "transformers": logits}
+    if case.mxfp4:
+        made["transformers_rounded"] = run_rounded(model, case, ids)
+        say(name, f"with experts' inputs rounded, {apart(logits, made['transformers_rounded']):.1e}")
     if case.no_llama_cpp:
         say(name, f"not run by llama.cpp: {case.no_llama_cpp}")
     else:
@@ -629,8 +664,12 @@ def write(name, case, out):
                 convert(Path(scratch, name), folder / "mxfp4.gguf", "MOSTLY_BF16")
             for path in sorted(folder.glob("*.gguf")):
                 check_same(exact, path)
-                distance = apart(logits, run_llama_cpp(path, ids))
-                say(name, f"with {path.name}, whose types make it round activations, {distance:.1e}")
+                found = run_llama_cpp(path, ids)
+                say(name, f"with {path.name}, whose types make it round activations, {apart(logits, found):.1e}")
+                if path.name == "mxfp4.gguf":
+                    made["llama_cpp_rounded"] = found
+                    distance = apart(made["transformers_rounded"], found)
+                    say(name, f"which is {distance:.1e} from transformers with experts' inputs rounded")
     save_file(made, folder / "logits.safetensors")
     (folder / "logits.safetensors").chmod(0o644)
 
