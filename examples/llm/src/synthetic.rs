@@ -22,11 +22,13 @@ use crate::tokenizer::byte_table;
 const BATCH: u64 = 1 << 18;
 
 /// The architectures that a synthetic model can have.
-pub const ARCHS: [Arch; 9] = [
+pub const ARCHS: [Arch; 11] = [
     Arch::Llama,
     Arch::Qwen2,
     Arch::Qwen3,
+    Arch::Qwen2Moe,
     Arch::Qwen3Moe,
+    Arch::Olmoe,
     Arch::GptOss,
     Arch::Gemma2,
     Arch::Gemma3,
@@ -61,12 +63,12 @@ pub struct Spec {
     pub tied: bool,
     /// Seed of all weights.
     pub seed: u64,
-    /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen3-MoE, gpt-oss and GLM;
-    /// in the Llama family only in GGUF.
+    /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen2-MoE, Qwen3-MoE, OLMoE,
+    /// gpt-oss and GLM; in the Llama family only in GGUF. The expert that all tokens share is as wide as the others.
     pub experts: Option<Experts>,
     /// Tokens of the window that some layers of a gpt-oss or Gemma have, and all of a Phi-3. These are written as GGUF
-    /// only. A Phi-3 turns three quarters of each head, and has LongRoPE, whose original context is half of `context`.
-    /// A GLM turns half of each head. The first of its layers is dense if there are others.
+    /// only, and so are Qwen2-MoE and OLMoE. A Phi-3 turns three quarters of each head, and has LongRoPE, whose original
+    /// context is half of `context`. A GLM turns half of each head. The first of its layers is dense if there are others.
     pub window: u64,
 }
 
@@ -174,7 +176,7 @@ impl Spec {
             };
             for (stem, rows, heads) in inputs {
                 push(name(&format!("{stem}.weight")), rows, self.dim, Kind::Matrix, heads);
-                if matches!(self.arch, Arch::Qwen2 | Arch::GptOss | Arch::Glm4Moe) {
+                if matches!(self.arch, Arch::Qwen2 | Arch::Qwen2Moe | Arch::GptOss | Arch::Glm4Moe) {
                     push(name(&format!("{stem}.bias")), 1, rows, Kind::Bias, 0);
                 }
             }
@@ -182,6 +184,10 @@ impl Spec {
             if self.arch.has_head_norms() || is_glm {
                 push(name("attn_q_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
                 push(name("attn_k_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
+            }
+            if self.arch == Arch::Olmoe {
+                push(name("attn_q_norm.weight"), 1, q, Kind::Norm, 0);
+                push(name("attn_k_norm.weight"), 1, kv, Kind::Norm, 0);
             }
             let added = if self.experts.is_some() { Kind::Added } else { Kind::Matrix };
             push(name("attn_output.weight"), self.dim, q, added, 0);
@@ -209,6 +215,12 @@ impl Spec {
             }
             if experts.is_some() && is_glm {
                 push(name("exp_probs_b.bias"), 1, count, Kind::Bias, 0);
+            }
+            let shared_gate = self.arch.routing().and_then(|routing| routing.shared_gate);
+            if shared_gate == Some(true) {
+                push(name("ffn_gate_inp_shexp.weight"), 1, self.dim, Kind::Router, 0);
+            }
+            if experts.is_some() && shared_gate.is_some() {
                 push(name("ffn_gate_shexp.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
                 push(name("ffn_up_shexp.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
                 push(name("ffn_down_shexp.weight"), self.dim, self.ffn_dim, added, 0);
@@ -261,14 +273,13 @@ impl Spec {
         let wrong = match self.experts {
             None => self.arch.is_mixture(),
             Some(Experts { count, used, .. }) => {
-                let may = matches!(self.arch, Arch::Llama | Arch::Qwen3Moe | Arch::GptOss | Arch::Glm4Moe);
-                !may || used == 0 || used > count || count > 1 << 12
+                self.arch.routing().is_none() || used == 0 || used > count || count > 1 << 12
             }
         };
         if wrong {
             return Err(Error::Invalid(
                 "a mixture has 1 to 4096 experts, of which a token uses 1 to all, and is of the Llama family or a \
-                 Qwen3-MoE, gpt-oss or GLM, which is always one"
+                 Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss or GLM, which is always one"
                     .into(),
             ));
         }
@@ -371,6 +382,9 @@ impl Spec {
                 meta.value(&format!("{arch}.expert_feed_forward_length"), gguf::Value::U32(self.ffn_dim as u32));
             }
         }
+        if self.arch == Arch::Qwen2Moe {
+            meta.value(&format!("{arch}.expert_shared_feed_forward_length"), gguf::Value::U32(self.ffn_dim as u32));
+        }
         if self.arch == Arch::Glm4Moe {
             let dense = self.dense_layers() as u32;
             meta.value(&format!("{arch}.expert_shared_count"), gguf::Value::U32(1));
@@ -462,9 +476,10 @@ impl Spec {
     /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
     pub fn write_safetensors(&self, folder: &Path, shards: usize) -> Result<()> {
         self.check()?;
-        let only_gguf = matches!(self.arch, Arch::GptOss | Arch::Gemma2 | Arch::Gemma3 | Arch::Phi3 | Arch::Glm4Moe);
-        if only_gguf || self.experts.is_some() && self.arch == Arch::Llama {
-            let what = "a gpt-oss, a Gemma, a Phi-3, a GLM, or a mixture of the Llama family is written as GGUF only";
+        let either = matches!(self.arch, Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe);
+        if !either || self.experts.is_some() && self.arch == Arch::Llama {
+            let what = "of the dense Llama family, Qwen2, Qwen3 and Qwen3-MoE alone safetensors files are written, the \
+                        others as GGUF only";
             return Err(Error::Invalid(what.into()));
         }
         let type_name = match self.dtype {

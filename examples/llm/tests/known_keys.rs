@@ -183,11 +183,7 @@ fn spec(arch: Arch) -> Spec {
         context: if arch == Arch::GptOss { 2048 } else { 64 },
         tied: false,
         seed: 1,
-        experts: matches!(arch, Arch::Qwen3Moe | Arch::GptOss | Arch::Glm4Moe).then_some(Experts {
-            count: 4,
-            used: 2,
-            fused: false,
-        }),
+        experts: Spec::small(arch, WeightType::F32).experts.map(|_| Experts { count: 4, used: 2, fused: false }),
         window: 20,
     }
 }
@@ -254,6 +250,12 @@ impl Gguf {
         let path = folder.path().join("whole.gguf");
         spec(arch).write_gguf(&path).unwrap();
         Self { bytes: fs::read(path).unwrap(), folder, arch }
+    }
+
+    /// That of a reference model.
+    fn reference(name: &str, arch: Arch) -> Self {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/reference").join(name).join("model.gguf");
+        Self { bytes: fs::read(path).unwrap(), folder: tempfile::tempdir().unwrap(), arch }
     }
 
     fn open(&self, bytes: &[u8]) -> ModelFiles {
@@ -397,6 +399,70 @@ fn tensors_that_are_not_known_are_refused() {
         assert!(load(&gguf.open(&gguf.bytes)).is_ok(), "{arch:?}");
         let error = load(&gguf.open(&renamed(&gguf.bytes, tensor, other))).unwrap_err().to_string();
         assert!(error.contains(tensor), "{arch:?}: {error}");
+    }
+}
+
+/// One of each kind that mixtures have, in either container. What is missing is named, or the name that is not known.
+#[test]
+fn tensors_of_mixtures_are_refused_by_another_name() {
+    for (name, arch, stems) in [
+        ("mixtral", Arch::Llama, &["ffn_gate_inp", "ffn_gate_exps", "ffn_down_exps"][..]),
+        ("qwen3moe", Arch::Qwen3Moe, &["ffn_gate_inp", "ffn_up_exps", "attn_k_norm"]),
+        ("olmoe", Arch::Olmoe, &["ffn_gate_inp", "ffn_down_exps", "attn_q_norm"]),
+        (
+            "qwen2moe",
+            Arch::Qwen2Moe,
+            &[
+                "ffn_gate_inp",
+                "ffn_gate_exps",
+                "ffn_gate_inp_shexp",
+                "ffn_gate_shexp",
+                "ffn_up_shexp",
+                "ffn_down_shexp",
+            ],
+        ),
+    ] {
+        let gguf = Gguf::reference(name, arch);
+        assert!(load(&gguf.whole()).is_ok(), "{name}");
+        for stem in stems {
+            let [tensor, other] = [*stem, &stem.replacen('t', "z", 1).replacen("wn", "wz", 1).replacen("up", "uz", 1)]
+                .map(|stem| format!("blk.1.{stem}.weight"));
+            let error = load(&gguf.open(&renamed(&gguf.bytes, &tensor, &other))).unwrap_err().to_string();
+            assert!(error.contains(&tensor), "{name}: {error}");
+        }
+    }
+    for (name, ends) in [
+        ("mixtral", &["block_sparse_moe.gate.weight", "block_sparse_moe.experts.7.w3.weight"][..]),
+        ("qwen3moe", &["mlp.gate.weight", "mlp.experts.7.down_proj.weight", "self_attn.q_norm.weight"]),
+        ("qwen3moe/fused", &["mlp.experts.down_proj"]),
+        ("olmoe", &["mlp.gate.weight", "mlp.experts.0.gate_proj.weight", "self_attn.k_norm.weight"]),
+        (
+            "qwen2moe",
+            &[
+                "mlp.gate.weight",
+                "mlp.experts.3.up_proj.weight",
+                "mlp.shared_expert_gate.weight",
+                "mlp.shared_expert.up_proj.weight",
+                "self_attn.k_proj.bias",
+            ],
+        ),
+    ] {
+        let folder = reference(name);
+        assert!(load(&ModelFiles::open(folder.path()).unwrap()).is_ok(), "{name}");
+        let bytes = fs::read(folder.file("model.safetensors")).unwrap();
+        for end in ends {
+            let tensor = format!("model.layers.1.{end}");
+            let quoted = |name: &str| format!("\"{name}\"").into_bytes();
+            let (from, to) = (quoted(&tensor), quoted(&tensor.replace("layers.1", "layerz.1")));
+            let at = bytes.windows(from.len()).position(|part| part == from).unwrap();
+            fs::write(folder.file("model.safetensors"), [&bytes[..at], &to, &bytes[at + from.len()..]].concat())
+                .unwrap();
+            let error = load(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
+            // A router by another name makes a layer of Mixtral one of another family.
+            let named =
+                error.contains(&tensor) || end.starts_with("block") && error.contains("model.layers.1.mlp.gate");
+            assert!(named, "{name}: {error}");
+        }
     }
 }
 
@@ -677,6 +743,122 @@ fn every_key_of_config_json_is_known_or_refused() {
     }
 }
 
+/// Every folder of the reference models that has a `config.json`, by its name.
+fn references() -> Vec<String> {
+    fn look(at: &Path, name: &str, found: &mut Vec<String>) {
+        if at.join("config.json").exists() {
+            found.push(name.to_owned());
+        }
+        for inner in fs::read_dir(at).unwrap().map(|entry| entry.unwrap()).filter(|entry| entry.path().is_dir()) {
+            let inner_name = inner.file_name().into_string().unwrap();
+            let name = if name.is_empty() { inner_name } else { format!("{name}/{inner_name}") };
+            look(&inner.path(), &name, found);
+        }
+    }
+    let mut found = Vec::new();
+    look(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/reference"), "", &mut found);
+    assert!(found.len() >= 18, "{found:?}");
+    found
+}
+
+/// Of each class: what it has no key for, and keys of its own at values that it has and this crate has not, or that no
+/// class has. Either the configuration is refused by the key's name, or the model by that of a tensor.
+#[test]
+fn what_a_class_of_transformers_has_no_pass_for_is_refused_by_name() {
+    for name in references() {
+        let folder = reference(&name);
+        let plain = format!("{:?}", folder.config(&[]).unwrap());
+        assert_eq!(format!("{:?}", folder.config(&[("a_key_of_tomorrow", json!(null))]).unwrap()), plain, "{name}");
+        let config = folder.read();
+        let class = config["model_type"].as_str().unwrap();
+        let layers = config["num_hidden_layers"].as_u64().unwrap() as usize;
+        let mut changes = vec![
+            ("a_key_of_tomorrow", json!(1)),
+            ("layer_types", json!(vec!["chunked_attention"; layers])),
+            ("layer_types", json!(["full_attention"])),
+            ("layer_types", json!("full_attention")),
+            ("logits_scaling", json!(2.0)),
+            ("embedding_multiplier", json!(2.0)),
+            ("attention_multiplier", json!(0.3)),
+            ("use_mrope", json!(true)),
+            ("tie_word_embeddings", json!("often")),
+            ("rope_scaling", json!({"rope_type": "dynamic", "factor": 2.0})),
+        ];
+        changes.extend(match class {
+            "qwen3_moe" | "qwen2_moe" => vec![
+                ("decoder_sparse_step", json!(0)),
+                ("decoder_sparse_step", json!(5)),
+                ("mlp_only_layers", json!([0, 1])),
+                ("mlp_only_layers", json!([0.5])),
+                ("mlp_only_layers", json!("none")),
+                ("norm_topk_prob", json!("often")),
+                ("num_experts_per_tok", json!(9)),
+                ("moe_intermediate_size", json!(31)),
+                ("use_sliding_window", json!("often")),
+                ("swiglu_limit", json!(7.0)),
+                ("routed_scaling_factor", json!(2.0)),
+            ],
+            "mixtral" => vec![("clip_qkv", json!(8.0)), ("num_experts_per_tok", json!(0))],
+            "olmoe" => vec![
+                ("clip_qkv", json!(8.0)),
+                ("norm_topk_prob", json!("often")),
+                ("attention_bias", json!("often")),
+                ("attention_bias", json!(true)),
+            ],
+            "gpt_oss" => vec![
+                ("swiglu_limit", json!(6.0)),
+                ("swiglu_alpha", json!(1.0)),
+                ("attention_bias", json!(false)),
+                ("attention_bias", json!("often")),
+                ("hidden_act", json!("gelu")),
+                ("rope_scaling", json!(null)),
+            ],
+            "gemma2" | "gemma3_text" => vec![
+                ("hidden_activation", json!("gelu")),
+                ("use_bidirectional_attention", json!(true)),
+                ("attention_bias", json!(true)),
+                ("query_pre_attn_scalar", json!(0)),
+            ],
+            "phi3" => vec![("hidden_act", json!("gelu")), ("clip_qkv", json!(8.0))],
+            "mistral" => vec![("hidden_act", json!("gelu")), ("use_bidirectional_attention", json!(true))],
+            "glm4_moe" => vec![
+                ("n_group", json!(2)),
+                ("use_qk_norm", json!("often")),
+                ("norm_topk_prob", json!("often")),
+                ("first_k_dense_replace", json!(0)),
+                ("n_shared_experts", json!(3)),
+            ],
+            other => panic!("no key of {other} is changed here"),
+        });
+        if name.ends_with("-window") {
+            changes.push(("layer_types", json!(vec!["full_attention"; layers])));
+        }
+        if class == "qwen2_moe" {
+            changes.push(("shared_expert_intermediate_size", json!(79)));
+            changes.push(("shared_expert_intermediate_size", json!(0)));
+            changes.push(("qkv_bias", json!(false)));
+            changes.push(("qkv_bias", json!("often")));
+        }
+        for (key, value) in changes {
+            let mut changed = config.clone();
+            changed[key] = value.clone();
+            fs::write(folder.file("config.json"), changed.to_string()).unwrap();
+            let error = match load(&ModelFiles::open(folder.path()).unwrap()) {
+                Ok(_) => panic!("{name}: {key} {value} is taken"),
+                Err(error) => error.to_string(),
+            };
+            // Experts that are none, or a shared one that is none, are refused by several names of the key.
+            let named = error.contains(key) && error.contains("config.json");
+            let of_tensor =
+                ["decoder", "mlp_only", "moe_inter", "shared_expert", "qkv", "attention_bias", "first_k", "n_sh"];
+            let of_tensor = of_tensor.iter().any(|start| key.starts_with(start)) && error.contains("model.layers.");
+            let of_type = key == "rope_scaling" && error.contains("rope scaling \"dynamic\"");
+            assert!(named || of_tensor || of_type, "{name}: {key} {value}: {error}");
+        }
+        fs::write(folder.file("config.json"), config.to_string()).unwrap();
+    }
+}
+
 /// For a key that a configuration leaves out, transformers' class has a value. That value is taken.
 #[test]
 fn what_config_json_leaves_out_has_its_classes_values() {
@@ -699,8 +881,15 @@ fn what_config_json_leaves_out_has_its_classes_values() {
 /// Fewer experts than there are tensors for, or more.
 #[test]
 fn a_number_of_experts_that_the_tensors_do_not_have_is_refused() {
-    for (name, key) in [("mixtral", "num_local_experts"), ("qwen3moe", "num_experts"), ("glm4moe", "n_routed_experts")]
-    {
+    for (name, key) in [
+        ("mixtral", "num_local_experts"),
+        ("qwen3moe", "num_experts"),
+        ("qwen3moe/fused", "num_local_experts"),
+        ("qwen2moe", "num_experts"),
+        ("olmoe", "num_experts"),
+        ("glm4moe", "n_routed_experts"),
+        ("gpt-oss/mxfp4", "num_local_experts"),
+    ] {
         let folder = reference(name);
         let mut config = folder.read();
         let count = config[key].as_u64().unwrap();
@@ -708,7 +897,8 @@ fn a_number_of_experts_that_the_tensors_do_not_have_is_refused() {
             config[key] = wrong.into();
             fs::write(folder.file("config.json"), config.to_string()).unwrap();
             let error = load(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
-            assert!(error.contains("gate") && error.contains(&wrong.to_string()), "{name}, {wrong}: {error}");
+            let named = ["mlp.gate", "moe.gate", "mlp.router"].iter().any(|router| error.contains(router));
+            assert!(named && error.contains(&wrong.to_string()), "{name}, {wrong}: {error}");
         }
     }
 }

@@ -21,7 +21,7 @@ struct Args {
     out: PathBuf,
     #[arg(long, value_enum, default_value = "gguf")]
     format: Format,
-    /// llama, qwen2, qwen3, qwen3moe, gpt-oss, gemma2, gemma3, phi3 or glm4moe.
+    /// llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gpt-oss, gemma2, gemma3, phi3 or glm4moe.
     #[arg(long, default_value = "llama")]
     arch: String,
     /// F32, F16, BF16, or for gguf any of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL
@@ -53,7 +53,8 @@ struct Args {
     shards: usize,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Experts of each layer, each as wide as --ffn says, of llama (gguf only), qwen3moe, gpt-oss and glm4moe.
+    /// Experts of each layer, each as wide as --ffn says, of llama (gguf only), qwen2moe, qwen3moe, olmoe, gpt-oss and
+    /// glm4moe.
     #[arg(long, requires = "experts_used")]
     experts: Option<u64>,
     /// Experts that a token uses.

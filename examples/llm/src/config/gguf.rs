@@ -164,12 +164,7 @@ impl Reader<'_> {
         if let Some(other) = self.optional_count(&gating, usize::MAX)?.filter(|kind| ![0, 2].contains(kind)) {
             return Err(self.unsupported(&format!("{gating} is {other}: supported is 2, which is a sigmoid")));
         }
-        let norm = key("expert_weights_norm");
-        let normalised = match self.map.get(&norm) {
-            None | Some(Value::Null) => routing.normalised[0],
-            Some(Value::Bool(said)) => *said,
-            Some(other) => return Err(self.bad(&format!("{norm} is {other}, and no truth value"))),
-        };
+        let normalised = self.truth(self.map, &key("expert_weights_norm"))?.unwrap_or(routing.normalised[0]);
         let scale = self.positive(self.map, &key("expert_weights_scale"), 1.0)?;
         let leading = self.optional_count(&key("leading_dense_block_count"), declared.layers as usize)?.unwrap_or(0);
         self.mixture(routing, declared, (normalised, scale), (0..leading).collect())

@@ -7,7 +7,7 @@ use super::reader::Reader;
 use super::rope::{self, Rope};
 use super::{ALPHA, Config, LIMIT, Mixture, RopePairs, Window, activation, embedding_scale};
 use crate::arch::Arch;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 impl Config {
     pub(super) fn from_hf(meta: &Reader<'_>) -> Result<Self> {
@@ -25,20 +25,20 @@ impl Config {
         if let Some(act) = act.filter(|act| act.as_str() != Some(wanted)) {
             return Err(meta.unsupported(&format!("{key} {act} is not supported; supported is {wanted:?}")));
         }
-        let says = |key: &str| map.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let says = |key: &str| Ok::<_, Error>(meta.truth(map, key)?.unwrap_or(false));
         let biases = match model_type {
             "mistral" | "mixtral" | "phi3" => [false; 3],
             "qwen2" => [true, false, false],
-            "glm4_moe" => [says("attention_bias"), false, false],
-            "qwen2_moe" => [map.get("qkv_bias").and_then(Value::as_bool).unwrap_or(true), false, false],
+            "glm4_moe" => [says("attention_bias")?, false, false],
+            "qwen2_moe" => [meta.truth(map, "qkv_bias")?.unwrap_or(true), false, false],
             "gpt_oss" => {
-                let biased = map.get("attention_bias").and_then(Value::as_bool).unwrap_or(true);
+                let biased = meta.truth(map, "attention_bias")?.unwrap_or(true);
                 [biased, biased, false]
             }
             "olmoe" | "gemma2" | "gemma3_text" | "qwen3" | "qwen3_moe" => {
-                [says("attention_bias"), says("attention_bias"), false]
+                [says("attention_bias")?, says("attention_bias")?, false]
             }
-            _ => [says("attention_bias"), says("attention_bias"), says("mlp_bias")],
+            _ => [says("attention_bias")?, says("attention_bias")?, says("mlp_bias")?],
         };
         let object = |key: &str| match map.get(key) {
             None | Some(Value::Null) => Ok(None),
@@ -126,9 +126,9 @@ impl Config {
             activation: activation(arch),
             bos: ids("bos_token_id").first().copied(),
             eos: ids("eos_token_id"),
-            tied: map.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(arch.is_gemma()),
+            tied: meta.truth(map, "tie_word_embeddings")?.unwrap_or(arch.is_gemma()),
             biases: biases.map(Some),
-            head_norms: arch.has_head_norms() || arch == Arch::Glm4Moe && says("use_qk_norm"),
+            head_norms: arch.has_head_norms() || arch == Arch::Glm4Moe && says("use_qk_norm")?,
             mixture: meta.hf_mixture(arch, &declared)?,
             weight_blocks: meta.weight_blocks(arch)?,
             scale_bytes: 0,
@@ -163,7 +163,7 @@ impl Reader<'_> {
         };
         // The others have no such switch.
         let switch = matches!(arch, Arch::Qwen2Moe | Arch::Qwen3Moe | Arch::Olmoe | Arch::Glm4Moe);
-        let said = self.map.get("norm_topk_prob").and_then(Value::as_bool).filter(|_| switch);
+        let said = self.truth(self.map, "norm_topk_prob")?.filter(|_| switch);
         let normalised = said.unwrap_or(routing.normalised[1]);
         let scale = self.positive(self.map, "routed_scaling_factor", 1.0)?;
         self.mixture(routing, declared, (normalised, scale), dense)
@@ -226,10 +226,10 @@ impl Reader<'_> {
             None => usual,
             Some(_) => self.optional_count("sliding_window", usize::MAX)?,
         };
-        let switched = || self.map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(false);
+        let switched = self.truth(self.map, "use_sliding_window")?.unwrap_or(false);
         let used = match model_type {
             "mistral" | "mixtral" | "gpt_oss" | "phi3" => true,
-            "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" => switched(),
+            "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" => switched,
             _ => arch.is_gemma(),
         };
         let tokens = tokens.filter(|tokens| used && *tokens > 0);
@@ -266,6 +266,13 @@ impl Reader<'_> {
                 })?;
                 if tokens.is_none() && kinds.contains(&true) {
                     let what = "layer_types has sliding_attention, and there is no sliding_window that is used";
+                    return Err(self.unsupported(what));
+                }
+                // Their classes have the window in all layers, whatever is said of some.
+                let in_all = matches!(model_type, "mistral" | "mixtral" | "phi3");
+                if in_all && tokens.is_some_and(|tokens| tokens < context) && kinds.contains(&false) {
+                    let what = "layer_types has full_attention beside a sliding_window, which all layers of this \
+                                architecture have";
                     return Err(self.unsupported(what));
                 }
                 kinds

@@ -39,6 +39,15 @@ impl Reader<'_> {
         }
     }
 
+    /// A truth value; `None` where there is none.
+    pub fn truth(&self, map: &Map<String, Value>, key: &str) -> Result<Option<bool>> {
+        match map.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Bool(said)) => Ok(Some(*said)),
+            Some(other) => Err(self.bad(&format!("{key} is {other}, and no truth value"))),
+        }
+    }
+
     /// A whole number from 0 to `most`; an array of equal ones (one a layer) counts as that number.
     pub fn optional_count(&self, key: &str, most: usize) -> Result<Option<usize>> {
         let value = match self.map.get(key) {

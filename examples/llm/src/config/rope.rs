@@ -167,7 +167,7 @@ pub(super) fn scale(
                 original_context: needed("original_max_position_embeddings")?,
                 beta_fast: number("beta_fast", 32.0)?,
                 beta_slow: number("beta_slow", 1.0)?,
-                truncate: scaling.get("truncate").and_then(Value::as_bool).unwrap_or(true),
+                truncate: meta.truth(scaling, "truncate")?.unwrap_or(true),
             };
             yarn.stretch(frequencies);
             Ok(number("attention_factor", f64::from(yarn.magnitude()))? as f32)
