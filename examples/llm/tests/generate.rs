@@ -211,7 +211,7 @@ fn mixture(arch: Arch) -> Spec {
 
 #[test]
 fn mixtures_say_the_same_in_every_budget() {
-    for arch in [Arch::Llama, Arch::Qwen3Moe, Arch::GptOss] {
+    for arch in [Arch::Llama, Arch::Qwen2Moe, Arch::Qwen3Moe, Arch::Olmoe, Arch::GptOss, Arch::Glm4Moe] {
         let path = place(&format!("mixture-{}.gguf", arch.gguf_name()));
         mixture(arch).write_gguf(&path).unwrap();
         let base = ["--model", text(&path), "--prompt", "Explain virtual memory.", "--tokens", "12"];
@@ -850,6 +850,36 @@ fn a_timeline_shows_what_the_run_did() {
     for lane in ["disk", "link", "pass", "stall"] {
         assert!(drawn.contains(lane), "{drawn:?}");
     }
+}
+
+/// All experts that a token has drawn are asked for at once, each in one part of the file for each of its matrices.
+#[test]
+fn a_timeline_shows_that_experts_are_read_at_once() {
+    let (model, path) = (place("read-at-once.gguf"), place("read-at-once.json"));
+    let experts = Some(Experts { count: 32, used: 4, fused: false });
+    let spec = Spec { experts, layers: 4, dim: 256, ffn_dim: 256, ..mixture(Arch::Qwen3Moe) };
+    spec.write_gguf(&model).unwrap();
+    let budget = format!("{}", files_len(&model) / 3);
+    let args = ["--model", text(&model), "--prompt-tokens", "100", "--tokens", "12", "--page-size", "64KiB"];
+    let more = ["--device-budget", &budget, "--prefetch", "off", "--timeline", text(&path)];
+    let run = json_of(&[&args[..], &more].concat());
+    let timeline: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let spans = timeline["traceEvents"].as_array().unwrap().iter().filter(|event| event["cat"] == "disk");
+    // An end before a beginning at the same time: these two do not overlap.
+    let mut ends: Vec<(f64, i64)> = spans
+        .flat_map(|span| {
+            let start = span["ts"].as_f64().unwrap();
+            [(start, 1), (start + span["dur"].as_f64().unwrap(), -1)]
+        })
+        .collect();
+    ends.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    let (mut now, mut most) = (0, 0);
+    for (_, change) in ends {
+        now += change;
+        most = most.max(now);
+    }
+    let depth = run["settings"]["depth"]["value"].as_i64().unwrap();
+    assert!(most >= depth.min(4), "{most} reads at once, of {depth}");
 }
 
 #[test]

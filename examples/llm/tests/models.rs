@@ -13,8 +13,9 @@ use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_llm::kernels::Level;
 use outcore_llm::synthetic::{ARCHS, Experts, Spec};
 use outcore_llm::{
-    Arch, ChatTemplate, Error, KvType, Logits, Message, Model, ModelFiles, Options, PagedWeights, Part, Passes,
-    PlainWeights, Result, Rows, Sampler, Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
+    Arch, Arrivals, ChatTemplate, Error, KvType, Logits, Message, Model, ModelFiles, Options, PagedWeights, Part,
+    Passes, PlainWeights, Result, Rows, Sampler, Session, Step, TensorId, Tokenizer, WeightInfo, WeightType, Weights,
+    argmax,
 };
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
@@ -139,8 +140,7 @@ fn reading_at_once_equals_reading_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
     use WeightType::{BF16, IQ4_NL, IQ4_XS, MXFP4, Q4_1, Q6_K};
     let kinds = [Q4_1, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16];
-    let archs = [Arch::Qwen2, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma3, Arch::Phi3, Arch::Glm4Moe];
-    for (arch, dtype) in archs.into_iter().flat_map(|arch| kinds.map(|dtype| (arch, dtype))) {
+    for (arch, dtype) in ARCHS.into_iter().flat_map(|arch| kinds.map(|dtype| (arch, dtype))) {
         let files = gguf(folder.path(), &spec(arch, dtype));
         let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(2)).unwrap();
         let model = Arc::new(model);
@@ -189,7 +189,7 @@ fn experts_in_few_pages_change_no_bit() {
     let page = PageSize::new(Bytes::kib(64)).unwrap();
     let mixture =
         |arch| Spec { experts: Some(Experts { count: 32, used: 4, fused: false }), ..spec(arch, WeightType::Q8_0) };
-    for arch in [Arch::Llama, Arch::Qwen3Moe, Arch::GptOss, Arch::Glm4Moe] {
+    for arch in [Arch::Llama, Arch::Qwen2Moe, Arch::Qwen3Moe, Arch::Olmoe, Arch::GptOss, Arch::Glm4Moe] {
         let files = gguf(folder.path(), &mixture(arch));
         let expected = run(&files, u64::MAX, threads(2), KvType::F32);
         for frames in [3, 12, 40, 400] {
@@ -229,6 +229,116 @@ fn passes_of_several_threads_do_not_wait_for_each_other_s_experts() {
             passes.into_iter().for_each(|pass| pass.join().unwrap());
         });
         drop(opened);
+        runtime.close().unwrap();
+    }
+}
+
+/// Weights in pages, which look before each use that follows the first pass whether what every token uses is there.
+struct Staying {
+    inner: PagedWeights,
+    files: ModelFiles,
+    segment: outcore::Tensor,
+    /// The pages that each pass uses, of experts the drawn ones aside.
+    shared: Vec<usize>,
+    passes: AtomicUsize,
+    /// Names of tensors that were asked for when a page of theirs was not there, and how many pages had left.
+    seen: Mutex<(Vec<String>, HashSet<usize>)>,
+}
+
+impl Staying {
+    fn look(&self, steps: &[Step]) {
+        if self.passes.load(Ordering::Relaxed) < 2 {
+            return;
+        }
+        let pages = self.inner.runtime().observe().snapshot(&self.segment).pages;
+        let page = self.inner.runtime().stats().page_size;
+        let mut seen = self.seen.lock().unwrap();
+        seen.1.extend(self.shared.iter().filter(|at| pages[**at].frame.is_none()));
+        for (id, rows) in steps {
+            let info = &self.files.tensors()[id.0 as usize];
+            if is_shared(&info.name) && pages_of(info, rows, page).any(|at| pages[at].frame.is_none()) {
+                seen.0.push(info.name.clone());
+            }
+        }
+    }
+}
+
+/// Embeddings go by the token, and experts by the router.
+fn is_shared(name: &str) -> bool {
+    !name.contains("_exps.") && !name.starts_with("token_embd")
+}
+
+fn pages_of(info: &WeightInfo, rows: &Range<u64>, page: PageSize) -> Range<usize> {
+    let bytes = info.byte_range(rows).unwrap();
+    (bytes.start / page.bytes()) as usize..bytes.end.div_ceil(page.bytes()) as usize
+}
+
+impl Weights for Staying {
+    fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
+        self.look(&[(tensor, rows.clone())]);
+        self.inner.rows(tensor, rows)
+    }
+
+    fn tile_rows(&self, tensor: TensorId) -> u64 {
+        self.inner.tile_rows(tensor)
+    }
+
+    fn will_use(&self, order: &[Step]) {
+        self.passes.fetch_add(1, Ordering::Relaxed);
+        self.inner.will_use(order);
+    }
+
+    fn draw(&self, experts: &[Vec<Step>], foreseen: &[Step]) -> Result<Option<Box<dyn Arrivals + '_>>> {
+        self.look(&[]);
+        self.inner.draw(experts, foreseen)
+    }
+
+    fn drawn(&self, steps: &[Step], foreseen: &[Step]) {
+        self.inner.drawn(steps, foreseen);
+    }
+
+    fn foresees(&self) -> bool {
+        self.inner.foresees()
+    }
+}
+
+/// With room for it and for the experts of two layers of eight.
+#[test]
+fn what_every_token_uses_never_leaves() {
+    let folder = tempfile::tempdir().unwrap();
+    let page = PageSize::new(Bytes::kib(16)).unwrap();
+    for arch in [Arch::Qwen2Moe, Arch::Qwen3Moe, Arch::GptOss] {
+        let experts = Some(Experts { count: 16, used: 2, fused: false });
+        let spec = Spec { experts, layers: 8, dim: 128, ffn_dim: 128, ..spec(arch, WeightType::Q8_0) };
+        let files = gguf(folder.path(), &spec);
+        let expected = run(&files, u64::MAX, threads(2), KvType::F32);
+        let all =
+            files.tensors().iter().flat_map(|info| pages_of(info, &(0..info.rows), page).map(move |at| (info, at)));
+        let shared: HashSet<usize> = all.clone().filter(|(info, _)| is_shared(&info.name)).map(|(_, at)| at).collect();
+        let of_layer = all.filter(|(info, _)| info.name.starts_with("blk.1.") && !is_shared(&info.name));
+        let of_layer = of_layer.map(|(_, at)| at).collect::<HashSet<usize>>();
+        let frames = (shared.len() + 2 * of_layer.len()) as u64;
+        let builder = Runtime::builder().page_size(page).device_budget(Bytes::new(frames * page.bytes()));
+        let runtime = builder.host_budget(Bytes::ZERO).policy(PolicyKind::Model).open().unwrap();
+        let opened = runtime.open_parsed(files.header().clone()).unwrap();
+        let weights = Arc::new(Staying {
+            inner: PagedWeights::open(&runtime, &opened, &files).unwrap(),
+            segment: opened.tensor(&files.tensors()[0].name).unwrap(),
+            files: files.clone(),
+            shared: shared.into_iter().collect(),
+            passes: AtomicUsize::new(0),
+            seen: Mutex::default(),
+        });
+        let model = Arc::new(Model::load(&files, weights.clone(), threads(2)).unwrap());
+        let mut session = Session::new(model, 64, KvType::F32).unwrap();
+        let mut logits = session.forward(&PROMPT).unwrap();
+        logits.extend(session.forward(&[7]).unwrap());
+        assert_eq!(logits, expected);
+        (0..40).for_each(|n| drop(session.forward(&[n * 7 % 250]).unwrap()));
+        let faults = runtime.stats().pager.faults;
+        let (faulted, left) = std::mem::take(&mut *weights.seen.lock().unwrap());
+        assert_eq!((faulted, left), (Vec::new(), HashSet::new()), "{arch:?} in {frames} frames, {faults} faults");
+        drop((session, weights, opened));
         runtime.close().unwrap();
     }
 }

@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_kv::{ActiveOptions, Extent, KvLayout, KvPool, StoreOptions, TenantId, Token};
-use outcore_llm::synthetic::Spec;
+use outcore_llm::synthetic::{Experts, Spec};
 use outcore_llm::{
-    Arch, KvType, Model, ModelFiles, Options, PagedKeys, PlainWeights, Session, WeightType, argmax, paged_kv,
+    Arch, KvType, Model, ModelFiles, Options, PagedKeys, PagedWeights, PlainWeights, Session, WeightType, Weights,
+    argmax, paged_kv,
 };
 
 const TENANT: TenantId = TenantId::new(1);
@@ -116,6 +117,54 @@ fn logits_are_those_of_a_session_in_memory_of_its_own() {
         let worst = logits.iter().zip(&paged).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
         assert!(worst <= 1e-4 * scale, "{arch:?}: {worst} of {scale}");
         drop((session, pool));
+        runtime.close().unwrap();
+    }
+}
+
+/// Weights and blocks are in the same few frames, and each pass holds some of both while it waits for others.
+#[test]
+fn passes_of_several_threads_share_frames_with_keys_and_values() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mixture.gguf");
+    let experts = Some(Experts { count: 32, used: 4, fused: false });
+    Spec { experts, context: 2048, ..Spec::small(Arch::Qwen3Moe, WeightType::Q8_0) }.write_gguf(&path).unwrap();
+    let files = ModelFiles::open(path).unwrap();
+    let model = |weights: Arc<dyn Weights>| {
+        Arc::new(Model::load(&files, weights, Options { threads: 1, ..Options::default() }).unwrap())
+    };
+    let plain = model(Arc::new(PlainWeights::read(&files).unwrap()));
+    let open = |frames: u64| {
+        let page = PageSize::new(Bytes::kib(64)).unwrap();
+        let budget = Bytes::new(frames * page.bytes());
+        let runtime =
+            Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Model).open().unwrap();
+        let layout = paged_kv::layout(plain.config(), &runtime, 0).unwrap();
+        assert_eq!(layout.block_tokens(), 64);
+        (KvPool::open(&runtime, layout, b"synthetic", 64).unwrap(), runtime)
+    };
+    let answer = |model: &Arc<Model>, pool: &KvPool, seed: u32| {
+        let (mut session, logits) = begin(model, pool, &prompt(seed, 150), 60);
+        (words(&mut session, logits.clone(), 4), logits)
+    };
+    let (pool, runtime) = open(400);
+    let wanted: Vec<_> = (1..5).map(|seed| answer(&plain, &pool, seed)).collect();
+    drop(pool);
+    runtime.close().unwrap();
+    for frames in [16, 40] {
+        let (pool, runtime) = open(frames);
+        let opened = runtime.open_parsed(files.header().clone()).unwrap();
+        std::thread::scope(|scope| {
+            for (seed, wanted) in (1..).zip(&wanted) {
+                let (pool, runtime, opened, files, model, answer) = (&pool, &runtime, &opened, &files, &model, &answer);
+                scope.spawn(move || {
+                    let model = model(Arc::new(PagedWeights::open(runtime, opened, files).unwrap()));
+                    assert!(answer(&model, pool, seed) == *wanted, "{frames} frames, thread {seed}");
+                });
+            }
+        });
+        let stats = runtime.stats();
+        assert!(stats.traffic.disk_written > Bytes::ZERO || frames > 16, "keys and values stayed: {stats:?}");
+        drop((pool, opened));
         runtime.close().unwrap();
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use outcore::Bytes;
 use outcore_kv::TenantId;
-use outcore_llm::synthetic::{Experts, Spec};
+use outcore_llm::synthetic::{ARCHS, Experts, Spec};
 use outcore_llm::{Arch, Sampler, WeightType};
 use outcore_serve::args::Args;
 use outcore_serve::engine::{BACKLOG, End, Event, Job, Sink};
@@ -146,25 +146,33 @@ fn is_empty(server: &Server) {
 
 #[test]
 fn answers_are_the_same_alone_and_in_any_company() {
-    same_in_any_company(&small(), Question::some);
+    same_in_any_company(&small(), Question::some, 30);
 }
 
 #[test]
-fn answers_of_a_mixture_are_the_same_alone_and_in_any_company() {
-    let experts = Some(Experts { count: 8, used: 2, fused: false });
-    same_in_any_company(&Spec { arch: Arch::Qwen3Moe, experts, ..small() }, Question::some);
-    same_in_any_company(&Spec { arch: Arch::GptOss, experts, ..small() }, Question::that_grow);
+fn answers_of_any_architecture_are_the_same_alone_and_in_any_company() {
+    for arch in ARCHS.into_iter().filter(|arch| *arch != Arch::Llama) {
+        let (spec, questions) = of_any(arch);
+        same_in_any_company(&spec, questions, 24);
+    }
 }
 
-/// Beside one layer that sees all, five see 20 tokens.
-#[test]
-fn answers_of_a_model_with_windows_are_the_same_alone_and_in_any_company() {
-    same_in_any_company(&Spec { arch: Arch::Gemma3, layers: 6, ..small() }, Question::that_grow);
+/// A small model of an architecture, and questions whose answers have to make room for each other. Of Gemma 3 five
+/// layers see 20 tokens, beside one that sees all. In Phi-3 all layers have the window: here the whole context.
+fn of_any(arch: Arch) -> (Spec, fn(usize, u64) -> Vec<Question>) {
+    let experts = Spec::small(arch, WeightType::Q8_0).experts;
+    let spec = Spec { arch, experts, ..small() };
+    match arch {
+        Arch::Gemma3 => (Spec { layers: 6, ..spec }, Question::that_grow),
+        Arch::Gemma2 | Arch::GptOss => (spec, Question::that_grow),
+        Arch::Phi3 => (Spec { window: CONTEXT, ..spec }, Question::some),
+        _ => (spec, Question::some),
+    }
 }
 
-fn same_in_any_company(spec: &Spec, questions: fn(usize, u64) -> Vec<Question>) {
+fn same_in_any_company(spec: &Spec, questions: fn(usize, u64) -> Vec<Question>, count: usize) {
     let seed = std::env::var("OUTCORE_SEED").map_or(1, |seed| seed.parse().unwrap());
-    let questions = questions(30, seed);
+    let questions = questions(count, seed);
     let wanted = alone(spec, &questions);
     // 64 tokens of a layer have 16 KiB: eight blocks of all layers, where a question with its answer has up to seven.
     let room = format!("{}KiB", 8 * 16 * spec.layers);
@@ -175,13 +183,15 @@ fn same_in_any_company(spec: &Spec, questions: fn(usize, u64) -> Vec<Question>) 
         for frames in [1 << 14, 40] {
             let runtime = server.app.opened.places.pool().runtime();
             runtime.set_device_budget(Bytes::kib(16 * frames)).unwrap();
-            assert!(together(&server, &questions) == wanted, "{preempt} {more} with {frames} frames, seed {seed}");
+            let what = format!("{:?}, {preempt} {more} with {frames} frames, seed {seed}", spec.arch);
+            assert!(together(&server, &questions) == wanted, "{what}");
             is_empty(&server);
         }
         let preemptions = metric(&server, "outcore_preemptions_total");
-        assert!(preemptions > 0, "{preempt}: nobody had to make room");
+        assert!(preemptions > 0, "{:?}, {preempt}: nobody had to make room", spec.arch);
         let accepted = metric(&server, "outcore_accepted_tokens_total");
-        assert_eq!(accepted > 0, !more.is_empty(), "{preempt} {more}: {accepted} drafted tokens held");
+        let what = format!("{:?}, {preempt} {more}", spec.arch);
+        assert_eq!(accepted > 0, !more.is_empty(), "{what}: {accepted} drafted tokens held");
     }
 }
 
@@ -248,21 +258,38 @@ fn regression_nobody_is_preempted_for_room_that_another_answer_has_left() {
     is_empty(&server);
 }
 
-/// Preempted, cancelled, alone and together.
 #[test]
 fn answers_are_the_same_with_a_draft_model() {
+    same_with_a_draft_model(&small(), Question::some(20, 5), &["park", "recompute"]);
+}
+
+#[test]
+fn answers_of_a_mixture_are_the_same_with_a_draft_model() {
+    let (spec, questions) = of_any(Arch::Qwen3Moe);
+    same_with_a_draft_model(&spec, questions(12, 5), &["park"]);
+}
+
+#[test]
+fn answers_of_a_model_with_windows_are_the_same_with_a_draft_model() {
+    let (spec, questions) = of_any(Arch::Gemma3);
+    same_with_a_draft_model(&spec, questions(16, 5), &["recompute"]);
+}
+
+/// Preempted, cancelled, alone and together.
+fn same_with_a_draft_model(spec: &Spec, some: Vec<Question>, preempted: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     // Its drafts hold where an answer is greedy, as far as it sees.
     let draft = folder.path().join("draft.gguf");
-    small().write_gguf(&draft).unwrap();
+    spec.write_gguf(&draft).unwrap();
     // Nothing can be looked up for the first tokens of this one.
     let mut questions = vec![Question { prompt: vec![3, 141, 59, 26], most: 60, seed: 0, choices: 1 }];
-    questions.extend(Question::some(20, 5));
-    let wanted = alone(&small(), &questions);
-    let more = ["--kv-memory", "256KiB", "--draft-model", draft.to_str().unwrap(), "--preempt"];
-    for preempt in ["park", "recompute"] {
-        let args: Vec<&str> = PAGE.into_iter().chain(more).chain([preempt]).collect();
-        let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
+    questions.extend(some);
+    let wanted = alone(spec, &questions);
+    let room = format!("{}KiB", 8 * 16 * spec.layers);
+    let more = ["--kv-memory", &room, "--draft-model", draft.to_str().unwrap(), "--preempt"];
+    for preempt in preempted {
+        let args: Vec<&str> = PAGE.into_iter().chain(more).chain([*preempt]).collect();
+        let server = Server::of(|path| spec.write_gguf(path).unwrap(), &args, Tenants::single(None).unwrap(), |_| {});
         // Whether drafts pay goes by the time that passes take, so one answer may have none.
         let accepted = || metric(&server, "outcore_accepted_tokens_total{by=\"model\"}");
         for _ in 0..200 {

@@ -17,30 +17,54 @@ fn held(run: &Value, by: &str, what: &str) -> u64 {
     run["drafts"][by][what].as_u64().unwrap()
 }
 
+const GREEDY: &str = "--temperature 0";
+const BY_CHANCE: &str = "--temperature 0.3 --seed 5";
+
 #[test]
 fn a_draft_model_changes_no_bit_of_an_answer() {
-    let model = written("drafted.gguf", &drafted());
+    let ways = ["", "--paged-kv", "--draft-tokens 1", "--draft-tokens 16 --device-budget 256KiB"];
+    let ways = ways.into_iter().flat_map(|way| [(GREEDY, way), (BY_CHANCE, way)]);
+    changes_no_bit("llama", &drafted(), &ways.collect::<Vec<_>>());
+}
+
+/// The tokens of a pass that verifies draw experts together, of which a third fit.
+#[test]
+fn a_draft_model_changes_no_bit_of_a_mixtures_answer() {
+    let experts = Some(Experts { count: 16, used: 3, fused: false });
+    let spec = Spec { arch: Arch::Qwen3Moe, experts, ..drafted() };
+    let few = "--draft-tokens 16 --device-budget 768KiB --page-size 64KiB";
+    changes_no_bit("mixture", &spec, &[(GREEDY, ""), (GREEDY, few), (BY_CHANCE, "--paged-kv")]);
+}
+
+/// What is no longer seen by layers with a window may have been a draft that did not hold.
+#[test]
+fn a_draft_model_changes_no_bit_of_an_answer_within_windows() {
+    let spec = Spec { arch: Arch::Gemma3, layers: 6, ..drafted() };
+    changes_no_bit("windows", &spec, &[(GREEDY, "--draft-tokens 16"), (GREEDY, "--paged-kv"), (BY_CHANCE, "")]);
+}
+
+/// Answers of this model are the same with either draft model as without, each with these choices and options.
+fn changes_no_bit(name: &str, spec: &Spec, ways: &[(&str, &str)]) {
+    let model = written(&format!("drafted-{name}.gguf"), spec);
     // All of its greedy drafts hold, but it sees few tokens at a time; those of the other one hold by chance.
-    let same = written("draft-same.gguf", &Spec { context: 48, ..drafted() });
-    let other = written("draft-other.gguf", &Spec { layers: 1, seed: 8, ..drafted() });
+    let same = written(&format!("draft-same-{name}.gguf"), &Spec { context: 48, ..spec.clone() });
+    let other = written(&format!("draft-other-{name}.gguf"), &Spec { layers: 1, seed: 8, ..drafted() });
     // Whether drafts pay goes by the time that passes take, so one run may have none.
     let mut held_of_same = 0;
-    for (choice, fits) in [("--temperature 0", true), ("--temperature 0.3 --seed 5", false)] {
+    for (choice, more) in ways {
         let base = format!("--model {model} --prompt-tokens 100,3,55,7,9,13,19 --tokens 150 {choice}");
         let run = |more: &str| json_of(&format!("{base} {more}").split_whitespace().collect::<Vec<_>>());
-        for more in ["", "--paged-kv", "--draft-tokens 1", "--draft-tokens 16 --device-budget 256KiB"] {
-            // Keys and values in blocks have other last bits than those in none.
-            let alone = run(more);
-            assert!(alone["drafts"].is_null(), "{alone}");
-            for draft in [&same, &other] {
-                let beside = run(&format!("--draft-model {draft} {more}"));
-                assert_eq!(words(&beside), words(&alone), "{choice} {more} {draft}: {beside}");
-                let [lookup, model] =
-                    ["lookup", "model"].map(|by| [held(&beside, by, "drafted"), held(&beside, by, "accepted")]);
-                assert!(lookup[1] <= lookup[0] && model[1] <= model[0], "{beside}");
-                held_of_same += if fits && *draft == same { model[1] } else { 0 };
-                assert!(beside["drafts"]["seconds"].as_f64().unwrap() >= 0.0, "{beside}");
-            }
+        // Keys and values in blocks have other last bits than those in none.
+        let alone = run(more);
+        assert!(alone["drafts"].is_null(), "{alone}");
+        for draft in [&same, &other] {
+            let beside = run(&format!("--draft-model {draft} {more}"));
+            assert_eq!(words(&beside), words(&alone), "{choice} {more} {draft}: {beside}");
+            let [lookup, model] =
+                ["lookup", "model"].map(|by| [held(&beside, by, "drafted"), held(&beside, by, "accepted")]);
+            assert!(lookup[1] <= lookup[0] && model[1] <= model[0], "{beside}");
+            held_of_same += if *choice == GREEDY && *draft == same { model[1] } else { 0 };
+            assert!(beside["drafts"]["seconds"].as_f64().unwrap() >= 0.0, "{beside}");
         }
     }
     assert!(held_of_same > 0, "no draft of the same model held");
