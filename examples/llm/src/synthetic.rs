@@ -67,8 +67,8 @@ pub struct Spec {
     /// gpt-oss and GLM; in the Llama family only in GGUF. The expert that all tokens share is as wide as the others.
     pub experts: Option<Experts>,
     /// Tokens of the window that some layers of a gpt-oss or Gemma have, and all of a Phi-3. These are written as GGUF
-    /// only, and so are Qwen2-MoE and OLMoE. A Phi-3 turns three quarters of each head, and has LongRoPE, whose original
-    /// context is half of `context`. A GLM turns half of each head. The first of its layers is dense if there are others.
+    /// only; so are Qwen2-MoE and OLMoE. A Phi-3 turns three quarters of each head, and has LongRoPE, whose original
+    /// context is half of `context`. A GLM turns half of each head. Its first layer is dense if there are others.
     pub window: u64,
 }
 
