@@ -121,7 +121,8 @@ impl KvWindow {
 /// values. A block begins at a page and fills whole pages, but for less than a twentieth.
 ///
 /// Where tokens see only those [just before them](Self::with_windows) in all layers of a group, passes read only the
-/// last blocks of that group. The others are kept all the same: another sequence may begin with them.
+/// last blocks of that group. The others are kept all the same: another sequence may begin with them. A pool that is to
+/// use their room [lets them go](Self::letting_go).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     shape: KvShape,
@@ -130,6 +131,8 @@ pub struct KvLayout {
     group: u32,
     /// By group. None at all if no group has one.
     windows: Vec<Option<KvWindow>>,
+    /// Whether groups with a window are let go behind it.
+    lets_go: bool,
 }
 
 impl KvLayout {
@@ -141,7 +144,8 @@ impl KvLayout {
     pub fn new(shape: KvShape, page: PageSize) -> Result<Self> {
         let tokens = (TOKENS_LEAST..=TOKENS_MOST).step_by(TOKENS_LEAST as usize);
         let all = tokens.flat_map(|tokens| (1..=shape.layers).map(move |group| (tokens, group)));
-        let layouts = all.map(|(tokens, group)| Self { shape, page, tokens, group, windows: Vec::new() });
+        let layouts =
+            all.map(|(tokens, group)| Self { shape, page, tokens, group, windows: Vec::new(), lets_go: false });
         let fitting = layouts.filter(|layout| layout.fill_percent() >= FILL_LEAST);
         fitting.min_by_key(Self::badness).ok_or_else(|| {
             let token = shape.token_bytes();
@@ -159,7 +163,7 @@ impl KvLayout {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if one of them is 0, if the group has more layers than the
     /// model, or if such blocks do not fill whole pages to 95 %.
     pub fn with(shape: KvShape, page: PageSize, tokens: u32, group: u32) -> Result<Self> {
-        let layout = Self { shape, page, tokens, group, windows: Vec::new() };
+        let layout = Self { shape, page, tokens, group, windows: Vec::new(), lets_go: false };
         if !(1..=TOKENS_LIMIT).contains(&tokens) || !(1..=shape.layers).contains(&group) {
             let layers = shape.layers;
             return Err(Error::new(
@@ -207,6 +211,88 @@ impl KvLayout {
         let windows: Vec<_> = (0..self.groups()).map(of_group).collect();
         self.windows = if windows.iter().any(Option::is_some) { windows } else { Vec::new() };
         self
+    }
+
+    /// The layout for a pool in which blocks let the groups with a [window](Self::with_windows) go once it is behind
+    /// them: when all sequences that use a block have [committed](crate::Sequence::commit) so much that none will see
+    /// it in these groups, their room is for other blocks. So a long sequence has room for all of its tokens in the
+    /// other groups, and in these for those of a window and a pass.
+    ///
+    /// What is let go cannot be read any more, or gone back to by [`Sequence::truncate`](crate::Sequence::truncate),
+    /// but for the tokens of the last pass: that is an error. A sequence begins with the longest prefix of which all is
+    /// there that its next token sees. The groups of a block do not follow one another in memory. It says nothing where
+    /// no group has a window, nor for a pool with a [store](crate::KvPool::open_with_store), which keeps whole blocks.
+    #[must_use]
+    pub fn letting_go(mut self) -> Self {
+        self.lets_go = true;
+        self
+    }
+
+    /// Whether blocks [let groups go](Self::letting_go).
+    pub fn lets_go(&self) -> bool {
+        self.lets_go && self.has_windows()
+    }
+
+    /// As it is for a pool in which blocks are whole.
+    pub(crate) fn keeping(mut self) -> Self {
+        self.lets_go = false;
+        self
+    }
+
+    /// Whether a group is let go behind its window.
+    pub(crate) fn is_let_go(&self, group: u32) -> bool {
+        self.lets_go && self.window_of(group).is_some()
+    }
+
+    /// Groups that blocks have until nobody uses them, and those that they let go.
+    pub(crate) fn kept_and_let_go(&self) -> [u32; 2] {
+        let let_go = (0..self.groups()).filter(|group| self.is_let_go(*group)).count() as u32;
+        [self.groups() - let_go, let_go]
+    }
+
+    /// How many blocks a pool may have, of the room of so many whole ones.
+    pub(crate) fn blocks_most(&self, whole: u32) -> u32 {
+        let [kept, let_go] = self.kept_and_let_go().map(u64::from);
+        let blocks = u64::from(whole) * (kept + let_go) / kept.max(1);
+        u32::try_from(blocks).map_or(u32::MAX - 1, |blocks| blocks.min(u32::MAX - 1))
+    }
+
+    /// The number of the first block of which a sequence has groups that are let go, if the next pass begins at this
+    /// position: as the largest window says.
+    pub(crate) fn first_kept(&self, position: u64) -> usize {
+        self.let_go_behind().map_or(0, |window| self.first_within(window, position))
+    }
+
+    /// The window behind which groups are let go: the largest of theirs.
+    pub(crate) fn let_go_behind(&self) -> Option<KvWindow> {
+        if self.lets_go { self.windows.iter().copied().flatten().max() } else { None }
+    }
+
+    /// The number of the first block within this window of the token at this position.
+    pub(crate) fn first_within(&self, window: KvWindow, position: u64) -> usize {
+        (window.first(position) / u64::from(self.tokens)) as usize
+    }
+
+    /// The most room that blocks of a sequence that goes so far have in a pool, which is what such a pool needs at
+    /// least.
+    pub fn room_most(&self, extent: impl Into<Extent>) -> Bytes {
+        Bytes::new(self.kept_parts_most(extent.into()).saturating_mul(self.block_room().get()))
+    }
+
+    /// As [`room_most`](Self::room_most), in parts.
+    pub(crate) fn kept_parts_most(&self, extent: Extent) -> u64 {
+        let [kept, let_go] = self.kept_and_let_go().map(u64::from);
+        let all = extent.tokens().div_ceil(u64::from(self.tokens));
+        let within = self.let_go_behind().map_or(all, |window| self.blocks_within(window, extent));
+        kept.saturating_mul(all).saturating_add(let_go.saturating_mul(within))
+    }
+
+    /// The most blocks that a pass of a sequence that goes so far reads in a group with this window.
+    fn blocks_within(&self, window: KvWindow, extent: Extent) -> u64 {
+        let each = u64::from(self.tokens);
+        // Of the tokens that a pass reads, all but one may begin with the last of a block.
+        let others = (u64::from(window.tokens()) - 1).saturating_add(extent.pass().max(1) - 1);
+        extent.tokens().div_ceil(each).min(others.div_ceil(each).saturating_add(1))
     }
 
     /// How much worse than the best: by tokens of a block (a factor of two is one), pages of a block, and how few
@@ -314,14 +400,8 @@ impl KvLayout {
 
     /// The most parts that a pass of a sequence that goes so far can use, wherever in it the pass is.
     pub(crate) fn parts_most(&self, extent: Extent) -> u64 {
-        let each = u64::from(self.tokens);
-        let all = extent.tokens().div_ceil(each);
-        let of_group = |group| {
-            let Some(window) = self.window_of(group) else { return all };
-            // Of the tokens that a pass reads, all but one may begin with the last of a block.
-            let others = (u64::from(window.tokens()) - 1).saturating_add(extent.pass().max(1) - 1);
-            all.min(others.div_ceil(each).saturating_add(1))
-        };
+        let all = extent.tokens().div_ceil(u64::from(self.tokens));
+        let of_group = |group| self.window_of(group).map_or(all, |window| self.blocks_within(window, extent));
         (0..self.groups()).map(of_group).fold(0, u64::saturating_add)
     }
 
@@ -397,7 +477,7 @@ mod tests {
     fn rows_lie_beside_each_other_and_fill_the_block() {
         let shape = KvShape::new(5, 2, 64, DType::F16).unwrap();
         // The last group has one layer, so this would be refused.
-        let layout = KvLayout { shape, page: page(16), tokens: 16, group: 2, windows: Vec::new() };
+        let layout = KvLayout { shape, page: page(16), tokens: 16, group: 2, windows: Vec::new(), lets_go: false };
         let mut end = 0;
         for layer in 0..2 {
             for part in [KvPart::Keys, KvPart::Values] {
@@ -422,7 +502,7 @@ mod tests {
             [Some(5), Some(9), None, Some(7), Some(3)].map(|tokens| tokens.map(|n| KvWindow::new(n).unwrap()));
         let shape = KvShape::new(5, 2, 64, DType::F16).unwrap();
         let of = |group| {
-            let layout = KvLayout { shape, page: page(16), tokens: 4, group, windows: Vec::new() };
+            let layout = KvLayout { shape, page: page(16), tokens: 4, group, windows: Vec::new(), lets_go: false };
             let whole = layout.clone();
             (layout.with_windows(|layer| windows[layer as usize]), whole)
         };
@@ -441,7 +521,8 @@ mod tests {
     fn what_passes_use_at_most_is_what_the_worst_of_them_uses() {
         let shape = KvShape::new(3, 2, 64, DType::F16).unwrap();
         for (each, window) in [(4, 1), (4, 4), (4, 5), (8, 3), (8, 9), (8, 20), (1, 6)] {
-            let layout = KvLayout { shape, page: page(16), tokens: each, group: 1, windows: Vec::new() };
+            let layout =
+                KvLayout { shape, page: page(16), tokens: each, group: 1, windows: Vec::new(), lets_go: false };
             let layout = layout.with_windows(|layer| (layer > 0).then(|| KvWindow::new(window).unwrap()));
             for (tokens, pass) in [(1, 1), (7, 1), (7, 7), (90, 1), (90, 2), (90, 5), (90, 17), (90, 90)] {
                 let used = |start: u64| {
@@ -485,7 +566,8 @@ mod tests {
     fn a_fingerprint_depends_on_all_that_bytes_depend_on() {
         let of = |layers, dtype, tokens| {
             let shape = KvShape::new(layers, 2, 64, dtype).unwrap();
-            KvLayout { shape, page: page(16), tokens, group: 1, windows: Vec::new() }.fingerprint(b"weights")
+            KvLayout { shape, page: page(16), tokens, group: 1, windows: Vec::new(), lets_go: false }
+                .fingerprint(b"weights")
         };
         let one = of(4, DType::F16, 16);
         assert!([of(5, DType::F16, 16), of(4, DType::BF16, 16), of(4, DType::F16, 32)].iter().all(|it| *it != one));

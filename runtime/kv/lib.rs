@@ -12,6 +12,7 @@ mod key;
 mod layout;
 mod options;
 mod permit;
+mod places;
 mod pool;
 mod sequence;
 mod shared;
@@ -20,6 +21,7 @@ mod state;
 mod store;
 mod tables;
 mod turns;
+mod view;
 
 pub use extent::Extent;
 pub use key::{BlockKey, Fingerprint, TenantId, Token};

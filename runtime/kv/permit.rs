@@ -60,11 +60,17 @@ impl Permits {
 
     /// Parts for a sequence that goes so far, where `most` may be active: those that its passes use. But no smaller a
     /// part of these than its blocks are of the pool, since a block is a whole one there: sequences that all have
-    /// permits then find a block for each of their tokens. And no more than its blocks have.
+    /// permits then find a block for each of their tokens. Where blocks let groups go, what counts is the part that the
+    /// sequence has of the pool's room, and of its blocks. And no more than its blocks have.
     fn parts_for(&self, extent: Extent, most: u32) -> u32 {
         let blocks = u128::from(extent.tokens().div_ceil(u64::from(self.layout.block_tokens())));
         let whole = blocks * u128::from(self.layout.groups());
-        let of_pool = (blocks * u128::from(most)).div_ceil(u128::from(self.blocks.max(1)));
+        let part_of = |some: u128, all: u32| (some * u128::from(most)).div_ceil(u128::from(all.max(1)));
+        let of_pool = match self.layout.lets_go() {
+            false => part_of(blocks, self.blocks),
+            true => part_of(u128::from(self.layout.kept_parts_most(extent)), self.parts(self.blocks))
+                .max(part_of(blocks, self.layout.blocks_most(self.blocks))),
+        };
         let used = u128::from(self.layout.parts_most(extent));
         u32::try_from(used.max(of_pool).min(whole)).unwrap_or(u32::MAX)
     }

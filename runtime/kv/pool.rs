@@ -19,6 +19,7 @@ use crate::state::Counts;
 use crate::store::{Store, StoreOptions, StoreStats};
 use crate::tables::BlockId;
 use crate::turns::{self, Turn};
+use crate::view::View;
 
 /// The part of the blocks that may be active which is the reserve, unless it is set.
 const RESERVE: u32 = 16;
@@ -68,11 +69,13 @@ pub struct TenantStats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvStats {
-    /// Blocks of the pool.
+    /// Blocks of the pool, if all are whole.
     pub blocks: u32,
-    /// Of these, blocks that sequences use.
+    /// Of these, blocks that sequences use. Those that have [let groups go](KvLayout::letting_go) count by the room
+    /// that they still have; the sum is rounded up.
     pub used: u32,
-    /// Blocks that nobody uses, and whose tokens would be found.
+    /// Blocks that nobody uses, and whose tokens would be found. So are groups that are let go when their room is
+    /// needed. Rounded down.
     pub cached: u32,
     /// Whole blocks of tokens with which sequences began.
     pub asked: u64,
@@ -82,6 +85,10 @@ pub struct KvStats {
     pub read: u64,
     /// Blocks that a sequence computed although another one had them by then.
     pub joined: u64,
+    /// Blocks in use, or cached, that have [let groups go](KvLayout::letting_go) behind their windows.
+    pub let_go: u32,
+    /// Pages that sequences use, of all tiers: those of `used`, not rounded.
+    pub room_used: Bytes,
     /// Memory of the tables.
     pub tables: Bytes,
     /// Blocks that all [permits](KvPool::admit) count as.
@@ -170,7 +177,8 @@ impl KvPool {
     /// Where layers have a [window](KvLayout::with_windows), passes use less than all blocks, the shorter they are the
     /// less: see [`Extent`]. But a permit counts no smaller a part of what may be active than the sequence's blocks are
     /// of the pool, so that sequences with permits do not run out of blocks, if the pool has as many blocks as may be
-    /// active.
+    /// active. Where blocks [let groups go](KvLayout::letting_go), it is the room that counts, of sequences that commit
+    /// each pass before they append the next.
     ///
     /// A tenant's [static share](TenantOptions::active_reserved) is always there. Of what is left, the tenant with
     /// least for its [weight](TenantOptions::active_weight) is next, and nobody passes it. A
@@ -197,7 +205,8 @@ impl KvPool {
 
     /// Begins a sequence with these tokens. The keys and values of those that are there already, from the first one on,
     /// need not be computed: [`Sequence::len`] says how many they are. It is less than all, since the last token's
-    /// logits are needed. The rest is to be [appended](Sequence::append).
+    /// logits are needed. The rest is to be [appended](Sequence::append). Where blocks [let groups
+    /// go](KvLayout::letting_go), it ends where all is there that the next token sees.
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the tenant may not use as many blocks;
@@ -208,7 +217,7 @@ impl KvPool {
         let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
         let mut state = self.0.state.lock();
         let realm = state.realm(tenant);
-        let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
+        let blocks = self.0.matching(&state, realm, tokens, whole);
         for (nth, block) in blocks.iter().enumerate() {
             if let Err(error) = state.share(tenant, *block) {
                 blocks[..nth].iter().rev().for_each(|block| state.release(tenant, *block));
@@ -216,11 +225,13 @@ impl KvPool {
             }
         }
         blocks.iter().for_each(|block| state.tables.seen_again(*block));
+        let first = self.0.layout.first_kept(blocks.len() as u64 * u64::from(self.0.layout.block_tokens()));
+        let view = View::of(&mut state, self.0.layout.lets_go(), first, &blocks);
         let counts = &mut state.tenant(tenant).counts;
         counts.asked += whole as u64;
         counts.found += blocks.len() as u64;
         drop(state);
-        let mut sequence = Sequence::of_blocks(self.clone(), tenant, realm, blocks);
+        let mut sequence = Sequence::of_blocks(self.clone(), (tenant, realm), blocks, view);
         if let Some(store) = &self.0.store {
             self.read_from(store, &mut sequence, tokens, whole)?;
         }
@@ -297,7 +308,7 @@ impl KvPool {
         let whole = tokens.len().saturating_sub(1) / each;
         let state = self.0.state.lock();
         let realm = state.realm(tenant);
-        let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
+        let blocks = self.0.matching(&state, realm, tokens, whole);
         (blocks.len() * each) as u64
     }
 
@@ -310,9 +321,17 @@ impl KvPool {
         let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
         let state = self.0.state.lock();
         let realm = state.realm(tenant);
-        let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
+        let blocks = self.0.matching(&state, realm, tokens, whole);
         drop(state);
-        blocks.into_iter().map(|block| Ok(self.0.runtime.observe().tiers(&self.0.whole(block)?))).collect()
+        let of_block = |block| {
+            let mut sums = [0; Tier::ALL.len()];
+            for place in self.0.whole(block)? {
+                let counts = self.0.runtime.observe().tiers(&place);
+                sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+            }
+            Ok(sums)
+        };
+        blocks.into_iter().map(of_block).collect()
     }
 
     /// Where the pages of all blocks are: see [`Observe::snapshot`](outcore::stats::Observe::snapshot).
@@ -350,11 +369,16 @@ impl KvPool {
     /// Numbers of it.
     pub fn stats(&self) -> KvStats {
         let state = self.0.state.lock();
-        let (blocks, cached) = (state.tables.blocks(), state.tables.cached_blocks());
+        let (places, each) = (&state.tables.places, state.tables.places_each());
+        let (blocks, idle) = (places.count() / each, state.tables.idle_places());
+        let used_places = places.count() - places.free_count() - idle;
+        let (used, cached) = (used_places.div_ceil(each), idle / each);
+        let room = u64::from(self.0.layout.groups()) * self.0.layout.block_room().get() / u64::from(each);
+        let room_used = Bytes::new(u64::from(used_places) * room);
+        let let_go = state.tables.without_part();
         let mut counts = state.gone;
         state.tenants.values().for_each(|tenant| counts += tenant.counts);
         let Counts { asked, found, read, joined } = counts;
-        let used = blocks - cached - state.tables.free_blocks();
         let tables = Bytes::new(state.tables.bytes() as u64);
         drop(state);
         let (active_most, active, waiting) = self.0.permits.sums();
@@ -366,6 +390,8 @@ impl KvPool {
             found,
             read,
             joined,
+            let_go,
+            room_used,
             tables,
             active,
             active_most,

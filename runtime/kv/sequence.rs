@@ -11,6 +11,7 @@ use crate::permit::Permit;
 use crate::shared::{KvPool, Shared};
 use crate::state::State;
 use crate::tables::{BlockId, Known, Link, Realm};
+use crate::view::View;
 
 /// Blocks that a sequence shares with its forks, behind those of `before`. They are let go when the last of these ends.
 struct Part {
@@ -83,8 +84,12 @@ pub struct Sequence {
     before: Option<Arc<Part>>,
     /// The blocks behind that. A block that a window has left is none.
     own: Vec<Option<BlockId>>,
+    /// Where blocks let groups go: those of which it has these groups.
+    view: View,
     /// Tokens that have room.
     len: u64,
+    /// Where the next pass begins at the earliest: the tokens before were committed.
+    done: u64,
     /// Blocks that are complete and committed. They are never written again.
     complete: usize,
     /// The key of the last of them, or the one in front of the first.
@@ -165,7 +170,12 @@ impl WriteBlocks<'_> {
 }
 
 impl Sequence {
-    pub(crate) fn of_blocks(pool: KvPool, tenant: TenantId, realm: Realm, blocks: Vec<BlockId>) -> Self {
+    pub(crate) fn of_blocks(
+        pool: KvPool,
+        (tenant, realm): (TenantId, Realm),
+        blocks: Vec<BlockId>,
+        view: View,
+    ) -> Self {
         let (key, parent) = match blocks.last() {
             Some(last) => {
                 let state = pool.0.state.lock();
@@ -182,7 +192,9 @@ impl Sequence {
             realm,
             before: None,
             own,
+            view,
             len,
+            done: len,
             complete,
             key,
             parent,
@@ -215,9 +227,11 @@ impl Sequence {
             mine = same;
         }
         self.own.push(Some(mine));
+        self.view.push(&mut state, Some(mine));
         (self.key, self.parent) = (key, Some(state.tables.link_of(mine)));
         self.complete += 1;
         self.len += tokens.len() as u64;
+        self.done = self.len;
         mine
     }
 
@@ -277,21 +291,29 @@ impl Sequence {
         table
     }
 
-    /// The device address of a group of each of its blocks, for as long as the pool lives; 0 for a block that it left.
+    /// The device address of a group of each of its blocks, for as long as the pool lives; 0 for a block that it left,
+    /// or that has [let the group go](crate::KvLayout::letting_go).
     /// What is there may be accessed while it is pinned.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such group.
     pub fn addresses(&self, group: u32) -> Result<Vec<u64>> {
-        let address = |block: Option<BlockId>| match block {
+        let address = |(nth, block): (usize, Option<BlockId>)| match block.filter(|_| self.has(group, nth)) {
             Some(block) => self.pool.0.tensor(block, group).map(|tensor| tensor.address()),
             None => Ok(0),
         };
-        self.blocks().into_iter().map(address).collect()
+        self.blocks().into_iter().enumerate().map(address).collect()
+    }
+
+    /// Whether it may use a group of the block of this number.
+    fn has(&self, group: u32, nth: usize) -> bool {
+        !self.pool.0.layout.is_let_go(group) || self.view.has(nth)
     }
 
     /// Makes room for these tokens behind those that there are, and returns their positions. Where the last block is
-    /// shared and not full, it is copied first, which waits for its bytes.
+    /// shared and not full, it is copied first, which waits for its bytes. Where blocks [let groups
+    /// go](crate::KvLayout::letting_go), those that are behind the windows of all tokens not yet
+    /// [committed](Self::commit) are let go first.
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if all blocks of the pool are in use, or as many as the tenant may
@@ -300,6 +322,10 @@ impl Sequence {
         let (start, each) = (self.len, self.each());
         let end = start + tokens.len() as u64;
         self.permitted(start..end)?;
+        let first = self.pool.0.layout.first_kept(self.done);
+        if first > self.view.first() {
+            self.view.move_on(&mut self.pool.0.state.lock(), first);
+        }
         if !tokens.is_empty() && !start.is_multiple_of(each) {
             self.own_the_last()?;
         }
@@ -307,6 +333,9 @@ impl Sequence {
         let more = end.div_ceil(each) as usize - have;
         if more > 0 {
             let blocks = self.pool.0.take_many(self.tenant, more)?;
+            let mut state = self.pool.0.state.lock();
+            blocks.iter().for_each(|block| self.view.push(&mut state, Some(*block)));
+            drop(state);
             self.own.extend(blocks.into_iter().map(Some));
         }
         self.tail.extend_from_slice(tokens);
@@ -361,10 +390,12 @@ impl Sequence {
         let table = self.blocks();
         let mut order = Vec::new();
         for (group, first) in (0..groups).zip(&firsts) {
-            let read = table.get(*first as usize..).unwrap_or_default().iter().flatten();
-            let written = table.last().into_iter().flatten();
-            for block in written.chain(read) {
-                order.push(shared.tensor(*block, group)?);
+            let read = table.iter().enumerate().skip(*first as usize);
+            let written = table.iter().enumerate().skip(table.len().saturating_sub(1));
+            for (_, block) in written.chain(read).filter(|(nth, _)| self.has(group, *nth)) {
+                if let Some(block) = block {
+                    order.push(shared.tensor(*block, group)?);
+                }
             }
         }
         if let Some(passes) = &mut self.passes {
@@ -432,12 +463,24 @@ impl Sequence {
         match last.checked_sub(first).filter(|at| *at < self.own.len()) {
             Some(at) => {
                 self.own[at] = Some(new);
-                self.pool.0.state.lock().release(self.tenant, old);
+                let mut state = self.pool.0.state.lock();
+                self.view.replace(&mut state, last, new);
+                state.release(self.tenant, old);
             }
             // The shared part keeps its block; the copy is this sequence's own.
             None => {
+                // It is in use for as long as it is seen, also if the other sequences that share it end now.
+                self.pool.0.state.lock().tables.share(old);
                 let left = self.leave_part(last);
-                left.inspect_err(|_| self.pool.0.state.lock().release(self.tenant, new))?;
+                let mut state = self.pool.0.state.lock();
+                if left.is_ok() {
+                    self.view.replace(&mut state, last, new);
+                }
+                state.tables.release(old);
+                if left.is_err() {
+                    state.release(self.tenant, new);
+                }
+                left?;
                 self.own.push(Some(new));
             }
         }
@@ -497,8 +540,8 @@ impl Sequence {
                 .remedy("ask for blocks within the window, or for those of the first tokens")
         };
         let tensor = |(nth, block): (usize, &Option<BlockId>)| match block {
-            Some(block) => self.pool.0.tensor(*block, group),
-            None => Err(left(blocks.start + nth)),
+            Some(block) if self.has(group, blocks.start + nth) => self.pool.0.tensor(*block, group),
+            _ => Err(left(blocks.start + nth)),
         };
         found.iter().enumerate().map(tensor).collect()
     }
@@ -553,6 +596,7 @@ impl Sequence {
             let message = format!("{end} positions are committed, of a sequence of {}", self.len);
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("append the tokens first"));
         }
+        self.done = self.done.max(end);
         let each = self.each() as usize;
         let complete = (end as usize) / each;
         if complete <= self.complete {
@@ -573,9 +617,17 @@ impl Sequence {
             let findable = nth == 0 || self.parent.is_some();
             if findable {
                 let known = Known { key, parent: self.parent, realm: self.realm, tokens };
-                if let Some(same) = state.tables.keep(*block, &known) {
-                    state.replace(*block, same);
-                    *block = same;
+                let same = state.tables.keep(*block, &known);
+                if let Some(same) = same.filter(|same| same != block) {
+                    if self.view.has(nth) && !state.tables.give_part(*block, same) {
+                        // Its own is not found, nor is what comes behind it.
+                        (self.key, self.parent, self.complete) = (key, None, nth + 1);
+                        continue;
+                    }
+                    let mine = std::mem::replace(block, same);
+                    state.tables.share(same);
+                    self.view.replace(&mut state, nth, same);
+                    state.tables.release(mine);
                     state.joined(self.tenant);
                     joined = true;
                 }
@@ -603,33 +655,54 @@ impl Sequence {
             };
             self.before = Some(Arc::new(part));
         }
-        let Self { tenant, realm, len, complete, key, parent, .. } = *self;
+        let view = match self.pool.0.layout.lets_go() {
+            true => self.view.fork(&mut self.pool.0.state.lock()),
+            false => View::none(),
+        };
+        let Self { tenant, realm, len, done, complete, key, parent, .. } = *self;
         let (pool, before, tail) = (self.pool.clone(), self.before.clone(), self.tail.clone());
         let (own, permit, passes) = (Vec::new(), None, None);
-        Self { pool, tenant, realm, before, own, len, complete, key, parent, tail, permit, passes }
+        Self { pool, tenant, realm, before, own, view, len, done, complete, key, parent, tail, permit, passes }
     }
 
     /// Forgets the tokens from position `len` on. Blocks in which none is left are let go.
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) where what was shared with a fork is no more, and the tenant may
-    /// not use as many blocks.
+    /// not use as many blocks; [`NotFound`](ErrorKind::NotFound) where the next token would see what its blocks have
+    /// [let go](crate::KvLayout::letting_go): not if the last pass began at `len` or before. Then the sequence is as
+    /// before, and another one that [begins](KvPool::begin) with the tokens finds what there is.
     pub fn truncate(&mut self, len: u64) -> Result<()> {
         if len >= self.len {
             return Ok(());
         }
         let each = self.each();
         let blocks = len.div_ceil(each) as usize;
+        let first_kept = self.pool.0.layout.first_kept(len);
+        if first_kept < self.view.first() {
+            let table = self.blocks();
+            if !self.view.go_back(&mut self.pool.0.state.lock(), first_kept, &table, blocks) {
+                let message = format!("position {len} of a sequence that has let go what the token there sees");
+                return Err(Error::new(ErrorKind::NotFound, message)
+                    .remedy("begin another sequence with the tokens, and compute what is not found"));
+            }
+        }
         self.outdate_passes(true);
         self.take_back();
+        self.view.cut(&mut self.pool.0.state.lock(), blocks);
         while self.first_own() > blocks {
-            self.leave_part(blocks)?;
+            if let Err(error) = self.leave_part(blocks) {
+                let table = self.blocks();
+                self.view.follow(&mut self.pool.0.state.lock(), &table);
+                return Err(error);
+            }
         }
         let mut state = self.pool.0.state.lock();
         let gone = self.own.split_off(blocks.saturating_sub(self.first_own()).min(self.own.len()));
         Part::release(&mut state, self.tenant, &gone);
         drop(state);
         self.len = len;
+        self.done = self.done.min(len);
         let complete = (len / each) as usize;
         if complete >= self.complete {
             self.tail.truncate((len - self.complete as u64 * each) as usize);
@@ -665,6 +738,7 @@ impl Sequence {
         let mut left = false;
         for nth in (keep.max(start)..from).rev() {
             if let Some(block) = self.own.get_mut(nth - start).and_then(Option::take) {
+                self.view.leave(&mut state, nth);
                 state.release(self.tenant, block);
                 left = true;
             }
@@ -685,7 +759,7 @@ impl Sequence {
     pub fn park(&mut self) -> Result<()> {
         let put = self.pool.0.put(self.blocks().into_iter().flatten(), false);
         for block in self.blocks().into_iter().flatten() {
-            self.pool.runtime().evict(&self.pool.0.whole(block)?);
+            self.pool.0.whole(block)?.iter().for_each(|place| _ = self.pool.runtime().evict(place));
         }
         self.permit = None;
         put.map(|_| ())
@@ -698,7 +772,8 @@ impl Sequence {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such group.
     pub fn resume(&self, group: u32) -> Result<()> {
         let first = self.pool.0.layout.first_read(group, self.len);
-        let blocks = self.blocks().into_iter().skip(first as usize).flatten();
+        let blocks = self.blocks().into_iter().enumerate().skip(first as usize);
+        let blocks = blocks.filter(|(nth, _)| self.has(group, *nth)).filter_map(|(_, block)| block);
         let tensors: Vec<_> = blocks.map(|block| self.pool.0.tensor(block, group)).collect::<Result<_>>()?;
         self.pool.runtime().prefetch(&tensors);
         Ok(())
@@ -707,8 +782,8 @@ impl Sequence {
 
 impl Drop for Sequence {
     fn drop(&mut self) {
-        if !self.own.is_empty() {
-            Part::release(&mut self.pool.0.state.lock(), self.tenant, &self.own);
-        }
+        let mut state = self.pool.0.state.lock();
+        self.view.cut(&mut state, 0);
+        Part::release(&mut state, self.tenant, &self.own);
     }
 }

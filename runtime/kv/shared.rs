@@ -12,22 +12,31 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
 use crate::permit::Permits;
+use crate::places::{PlaceId, Places};
 use crate::state::{State, Taken};
 use crate::store::{Put, Store, StoredBlock};
-use crate::tables::{BlockId, Kept, Realm};
+use crate::tables::{BlockId, Kept, PlaceMap, Realm, Tables};
 
 /// How long the deletion of a tenant waits for other threads that overwrite its blocks, and for other deletions.
 const OVERWRITTEN_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
+
+fn greatest_divisor(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { greatest_divisor(b, a % b) }
+}
 
 /// What is behind a [`KvPool`] and its [sequences](crate::Sequence).
 pub struct Shared {
     pub runtime: Runtime,
     pub layout: KvLayout,
     pub model: Fingerprint,
-    /// A row for each group of each block.
+    /// A row for each group of each whole block.
     pub rows: Tensor,
-    /// A row for each block.
-    blocks: Tensor,
+    /// A row for each place.
+    places: Tensor,
+    /// Where blocks lie.
+    map: PlaceMap,
+    /// By group: which of a block's places it is in, and its row there.
+    groups: Vec<(usize, u64)>,
     pub state: Mutex<State>,
     /// Signalled when an overwriting has ended.
     overwritten: Condvar,
@@ -68,20 +77,44 @@ impl Shared {
             return Err(Error::new(ErrorKind::InvalidArgument, format!("a pool of {blocks} blocks"))
                 .remedy("choose at least one, and fewer than 2^32 - 1"));
         }
+        // A store keeps whole blocks.
+        let layout = if store.is_some() { layout.keeping() } else { layout };
         let (groups, room) = (u64::from(layout.groups()), layout.block_room().get());
-        let rows = u64::from(blocks) * groups;
-        let rows = runtime.alloc_for(SegmentClass::KeysAndValues, DType::U8, &[rows, room])?;
-        let whole = rows.reshape(&[u64::from(blocks), groups * room])?;
+        let each = layout.kept_and_let_go();
+        // Groups of a place: as many as can be, such that a block's part has places of its own.
+        let of_place = greatest_divisor(each[0], each[1]);
+        let each = each.map(|groups| groups / of_place);
+        let all = u64::from(blocks) * groups;
+        let Ok(places) = u32::try_from(all / u64::from(of_place)) else {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("a pool of {blocks} blocks of {groups} groups"),
+            )
+            .remedy("choose fewer blocks, or larger ones"));
+        };
+        let rows = runtime.alloc_for(SegmentClass::KeysAndValues, DType::U8, &[all, room])?;
+        let of_places = rows.reshape(&[places.into(), u64::from(of_place) * room])?;
+        let tables = Tables::with_parts(layout.blocks_most(blocks), layout.block_tokens(), Places::new(places), each);
+        let (mut kept, mut let_go) = (0, each[0] * of_place);
+        let mut at = |group: u32| {
+            let next = if layout.is_let_go(group) { &mut let_go } else { &mut kept };
+            let nth = std::mem::replace(next, *next + 1);
+            ((nth / of_place) as usize, u64::from(nth % of_place))
+        };
+        let at_groups = (0..layout.groups()).map(&mut at).collect();
         let model = layout.fingerprint(model);
         let runtime = runtime.clone();
-        let state = Mutex::new(State::new(blocks, layout.block_tokens()));
+        let map = tables.map().clone();
+        let state = Mutex::new(State::new(tables));
         let permits = Arc::new(Permits::new(layout.clone(), blocks));
         Ok(Self {
             runtime,
             layout,
             model,
             rows,
-            blocks: whole,
+            places: of_places,
+            map,
+            groups: at_groups,
             state,
             overwritten: Condvar::new(),
             erasing: Mutex::new(()),
@@ -93,18 +126,49 @@ impl Shared {
 
     /// All bytes of the pages of a block's group of layers.
     pub fn tensor(&self, block: BlockId, group: u32) -> Result<Tensor> {
-        let groups = u64::from(self.layout.groups());
-        let nth = u64::from(block.get()) * groups + u64::from(group);
-        if u64::from(group) >= groups {
-            let message = format!("group {group} of a model with {groups} groups of layers");
+        let Some((nth, row)) = self.groups.get(group as usize) else {
+            let message = format!("group {group} of a model with {} groups of layers", self.groups.len());
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose a group below that"));
-        }
-        self.rows.rows(nth..nth + 1)
+        };
+        let Some(place) = self.map.place(block, *nth) else { return Err(was_let_go(group)) };
+        let first = self.first_row(place) + row;
+        self.rows.rows(first..first + 1)
     }
 
-    /// All bytes of a block.
-    pub fn whole(&self, block: BlockId) -> Result<Tensor> {
-        self.blocks.rows(u64::from(block.get())..u64::from(block.get()) + 1)
+    fn first_row(&self, place: PlaceId) -> u64 {
+        u64::from(place.0) * self.rows_each()
+    }
+
+    fn rows_each(&self) -> u64 {
+        self.rows.shape()[0] / self.places.shape()[0]
+    }
+
+    /// All bytes of a block, place by place.
+    pub fn whole(&self, block: BlockId) -> Result<Vec<Tensor>> {
+        self.map.of(block).map(|place| self.place(place)).collect()
+    }
+
+    fn place(&self, place: PlaceId) -> Result<Tensor> {
+        self.places.rows(u64::from(place.0)..u64::from(place.0) + 1)
+    }
+
+    /// The blocks that a sequence finds which begins with these tokens, up to `whole` blocks: as many as are there, and
+    /// are there whole as far as its next token sees them.
+    pub fn matching(&self, state: &State, realm: Realm, tokens: &[Token], whole: usize) -> Vec<BlockId> {
+        let mut found = state.tables.matching(self.root(realm), realm, tokens, whole);
+        let Some(window) = self.layout.let_go_behind() else { return found };
+        let (mut most, mut without) = (0, None);
+        for (nth, block) in found.iter().enumerate() {
+            if !state.tables.has_part(*block) {
+                without = Some(nth);
+            }
+            let first = self.layout.first_within(window, (nth as u64 + 1) * u64::from(self.layout.block_tokens()));
+            if without.is_none_or(|without| without < first) {
+                most = nth + 1;
+            }
+        }
+        found.truncate(most);
+        found
     }
 
     /// The key in front of the first block of a sequence.
@@ -134,13 +198,13 @@ impl Shared {
         let taken = self.state.lock().take(tenant, owner)?;
         let Taken { block, overwriting } = taken;
         let mut taking = Taking { shared: self, tenant, taken, filled: false };
-        let filled = self.whole(block).and_then(|whole| {
+        let filled = self.whole(block).and_then(|places| {
             // What it held is of no use: it need not come back from disk to be overwritten.
-            self.runtime.discard(&whole);
+            places.iter().for_each(|place| _ = self.runtime.discard(place));
             fill(block, overwriting.is_some())?;
             // Also of pages that were in memory, what the disk has of others is known to be outdated from here on, even
             // while a guard writes the page.
-            if overwriting.is_some() { self.runtime.outdate(&whole) } else { Ok(()) }
+            if overwriting.is_some() { places.iter().try_for_each(|place| self.runtime.outdate(place)) } else { Ok(()) }
         });
         taking.filled = filled.is_ok();
         drop(taking);
@@ -170,7 +234,11 @@ impl Shared {
     /// Overwrites a group of a block with these bytes, and zeros behind them.
     fn write_group(&self, block: BlockId, group: u32, bytes: &[u8]) -> Result<()> {
         let tensors = [self.tensor(block, group)?];
-        let mut guard = self.runtime.pin(&tensors).write().on_device().wait()?;
+        self.overwrite(&tensors, bytes)
+    }
+
+    fn overwrite(&self, tensors: &[Tensor], bytes: &[u8]) -> Result<()> {
+        let mut guard = self.runtime.pin(tensors).write().on_device().wait()?;
         guard.copy_in(0, 0, bytes)?;
         match self.layout.block_room().get() as usize - bytes.len() {
             0 => Ok(()),
@@ -238,97 +306,99 @@ impl Shared {
                 Ok(is_new) => count += u64::from(is_new),
                 Err(error) => first = first.and(Err(error)),
             }
-            self.state.lock().let_go(block);
+            self.state.lock().tables.release(block);
         }
         first.map(|()| count)
     }
 
-    /// Frees blocks that are to be erased, as they are: whoever takes one overwrites it. Waits for nothing.
+    /// Frees places that are to be erased, as they are: whoever takes one overwrites it. Waits for nothing.
     pub fn free_what_ended(&self) {
-        if self.state.lock().ended.is_empty() {
+        if !self.state.lock().tables.places.has_ended() {
             return;
         }
         // A deletion that is under way erases them.
         let Some(_erasing) = self.erasing.try_lock() else { return };
-        let mut state = self.state.lock();
-        let ended = std::mem::take(&mut state.ended);
-        ended.into_iter().for_each(|block| state.tables.free_unerased(block));
+        let places = &mut self.state.lock().tables.places;
+        places.take_ended().into_iter().for_each(|place| places.free(place));
     }
 
-    /// Erases the blocks that nobody uses and that are to be erased, in memory and on disk, and what the disk has of
-    /// earlier tenants' in blocks that are in use. Waits for threads that overwrite blocks which they have just taken,
+    /// Erases the places that nobody uses and that are to be erased, in memory and on disk, and what the disk has of
+    /// earlier tenants' in places that are in use. Waits for threads that overwrite blocks which they have just taken,
     /// and for others that erase.
     ///
     /// # Errors
-    /// What pinning a block and [wiping](Runtime::wipe) say; [`TimedOut`](ErrorKind::TimedOut) if the others take too
+    /// What pinning a place and [wiping](Runtime::wipe) say; [`TimedOut`](ErrorKind::TimedOut) if the others take too
     /// long. What is left then is erased by the next call.
     pub fn erase_ended(&self) -> Result<()> {
         let Some(_erasing) = self.erasing.try_lock_for(OVERWRITTEN_WITHIN) else { return Err(not_overwritten()) };
-        // Blocks that are to be erased are freed by nobody from here on. Those that were taken since then are being
+        // Places that are to be erased are freed by nobody from here on. Those that were taken since then are being
         // overwritten, and the others are found now.
         let next = {
             let mut state = self.state.lock();
-            let unerased = state.tables.take_unerased();
-            state.ended.extend(unerased);
+            state.tables.places.end_unerased();
             state.next_overwriting
         };
         // What others have failed to overwrite is among what has ended.
         let others = self.await_overwritings(next);
-        let ended = std::mem::take(&mut self.state.lock().ended);
+        let ended = self.state.lock().tables.places.take_ended();
         let erased = self.erase_all(ended);
         let wiped = self.wipe_left_by_others();
         others.and(erased).and(wiped)
     }
 
-    /// Overwrites these blocks, which nobody uses, in memory and on disk, and frees them. Those for which that fails
+    /// Overwrites these places, which nobody uses, in memory and on disk, and frees them. Those for which that fails
     /// are tried again later.
-    fn erase_all(&self, blocks: Vec<BlockId>) -> Result<()> {
+    fn erase_all(&self, places: Vec<PlaceId>) -> Result<()> {
         let (mut first, mut zeroed, mut failed) = (Ok(()), Vec::new(), Vec::new());
-        for block in blocks {
-            match self.erase_in_memory(block) {
-                Ok(whole) => zeroed.push((block, whole)),
+        for place in places {
+            match self.erase_in_memory(place) {
+                Ok(tensor) => zeroed.push((place, tensor)),
                 Err(error) => {
-                    failed.push(block);
+                    failed.push(place);
                     first = first.and(Err(error));
                 }
             }
         }
-        let tensors: Vec<Tensor> = zeroed.iter().map(|(_, whole)| whole.clone()).collect();
+        let tensors: Vec<Tensor> = zeroed.iter().map(|(_, tensor)| tensor.clone()).collect();
         let wiped = self.runtime.wipe(&tensors);
         if wiped.is_ok() {
             // Nobody needs what is in these frames.
-            tensors.iter().for_each(|whole| _ = self.runtime.evict(whole));
+            tensors.iter().for_each(|tensor| _ = self.runtime.evict(tensor));
         }
-        let mut state = self.state.lock();
-        for (block, _) in zeroed {
-            if wiped.is_ok() { state.tables.free(block) } else { failed.push(block) }
+        let places = &mut self.state.lock().tables.places;
+        for (place, _) in zeroed {
+            if wiped.is_ok() { places.free_erased(place) } else { places.end(place) }
         }
-        state.ended.append(&mut failed);
+        failed.into_iter().for_each(|place| places.end(place));
         first.and(wiped)
     }
 
-    /// Overwrites what memory has of a block that nobody uses.
-    fn erase_in_memory(&self, block: BlockId) -> Result<Tensor> {
-        let whole = self.whole(block)?;
-        let pages = self.layout.pages() * u64::from(self.layout.groups());
-        if u64::from(self.runtime.discard(&whole)) < pages {
-            self.zero(block)?;
+    /// Overwrites what memory has of a place that nobody uses.
+    fn erase_in_memory(&self, place: PlaceId) -> Result<Tensor> {
+        let (tensor, first) = (self.place(place)?, self.first_row(place));
+        if u64::from(self.runtime.discard(&tensor)) < self.layout.pages() * self.rows_each() {
+            let zeros = vec![0; self.layout.block_room().get() as usize];
+            for row in first..first + self.rows_each() {
+                self.overwrite(&[self.rows.rows(row..row + 1)?], &zeros)?;
+            }
         }
-        Ok(whole)
+        Ok(tensor)
     }
 
-    /// Wipes what the disk may have of tenants that had blocks before.
+    /// Wipes what the disk may have of tenants that had places before.
     fn wipe_left_by_others(&self) -> Result<()> {
-        let (mut blocks, overwritings) = {
+        let (mut places, overwritten) = {
             let state = self.state.lock();
-            (state.tables.left_by_others(), state.overwritings.clone())
+            let blocks = state.overwritings.values();
+            let overwritten: Vec<PlaceId> = blocks.flat_map(|block| self.map.of(*block)).collect();
+            (state.tables.places.left_by_others(), overwritten)
         };
-        let tensors: Vec<Tensor> = blocks.iter().map(|link| self.whole(link.block())).collect::<Result<_>>()?;
+        let tensors: Vec<Tensor> = places.iter().map(|held| self.place(held.place)).collect::<Result<_>>()?;
         self.runtime.wipe(&tensors)?;
-        // The place of a block that is being overwritten is wiped of what earlier tenants left. It may still have the
-        // bytes of the tenant that had it last, and so it is to be wiped again.
-        blocks.retain(|link| !overwritings.values().any(|block| *block == link.block()));
-        self.state.lock().tables.wiped(&blocks);
+        // A place that is being overwritten is wiped of what earlier tenants left. It may still have the bytes of the
+        // tenant that had it last, and so it is to be wiped again.
+        places.retain(|held| !overwritten.contains(&held.place));
+        self.state.lock().tables.places.wiped(&places);
         Ok(())
     }
 
@@ -343,6 +413,11 @@ impl Shared {
         }
         Ok(())
     }
+}
+
+fn was_let_go(group: u32) -> Error {
+    Error::new(ErrorKind::NotFound, format!("group {group} of a block was let go behind its window"))
+        .remedy("ask for positions that the next token sees, or use a layout whose blocks are kept whole")
 }
 
 fn not_overwritten() -> Error {

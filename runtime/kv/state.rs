@@ -7,7 +7,7 @@ use outcore::{Error, ErrorKind, Result};
 
 use crate::key::TenantId;
 use crate::options::{ActiveOptions, TenantOptions};
-use crate::tables::{BlockId, Realm, Released, Tables};
+use crate::tables::{BlockId, Realm, Tables};
 
 /// What is known of a tenant.
 #[derive(Debug, Default)]
@@ -26,8 +26,6 @@ pub struct State {
     pub active: ActiveOptions,
     /// What tenants had that are forgotten.
     pub gone: Counts,
-    /// Blocks that nobody uses, and which are to be erased. Taken by whoever has `Shared::erasing`.
-    pub ended: Vec<BlockId>,
     /// How many times a tenant was deleted.
     deletions: u64,
     /// The overwritings of blocks that were taken from other tenants which have not ended.
@@ -64,14 +62,13 @@ pub struct Taken {
 }
 
 impl State {
-    /// The state of a pool of `blocks` blocks, each of `block_tokens` tokens, of which none is in use.
-    pub fn new(blocks: u32, block_tokens: u32) -> Self {
+    /// The state of a pool with these tables.
+    pub fn new(tables: Tables) -> Self {
         Self {
-            tables: Tables::new(blocks, block_tokens),
+            tables,
             tenants: HashMap::new(),
             active: ActiveOptions::default(),
             gone: Counts::default(),
-            ended: Vec::new(),
             deletions: 0,
             overwritings: BTreeMap::new(),
             next_overwriting: 0,
@@ -99,7 +96,7 @@ impl State {
     pub fn take(&mut self, id: TenantId, owner: TenantId) -> Result<Taken> {
         self.may_use(id, 1)?;
         let Some((block, has_others)) = self.tables.take(owner) else {
-            let all = self.tables.blocks();
+            let all = self.tables.places.count() / self.tables.places_each();
             return Err(Error::new(ErrorKind::BudgetTooSmall, format!("all {all} blocks of the pool are in use"))
                 .remedy("end or truncate sequences, or open the pool with more blocks"));
         };
@@ -138,7 +135,7 @@ impl State {
     pub fn release(&mut self, id: TenantId, block: BlockId) {
         let tenant = self.tenant(id);
         tenant.used = tenant.used.saturating_sub(1);
-        self.let_go(block);
+        self.tables.release(block);
     }
 
     /// Forgets a tenant that nothing was said of, and of which nothing is left.
@@ -155,8 +152,7 @@ impl State {
     /// to be erased.
     pub fn delete_tenant(&mut self, tenant: TenantId) {
         self.deletions += 1;
-        let gone = self.tables.delete_tenant(tenant);
-        self.ended.extend(gone);
+        self.tables.delete_tenant(tenant);
         self.forget(tenant);
     }
 
@@ -165,18 +161,11 @@ impl State {
         self.deletions
     }
 
-    /// One less uses this block, and no tenant's sequence.
-    pub fn let_go(&mut self, block: BlockId) {
-        if self.tables.release(block) == Released::ToErase {
-            self.ended.push(block);
-        }
-    }
-
     /// A sequence uses `other`, which holds the same, in place of its own block. Its tenant uses as many as before, so
     /// no limit is in the way: a block that cannot be found could be written, with the bytes of another tenant's.
     pub fn replace(&mut self, mine: BlockId, other: BlockId) {
         self.tables.share(other);
-        self.let_go(mine);
+        self.tables.release(mine);
     }
 
     /// A sequence of this tenant has another block in place of its own, which holds the same.

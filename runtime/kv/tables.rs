@@ -3,10 +3,24 @@
 //! A block is *free*; *in use* by sequences, which are counted; or *cached*: nobody uses it, but a sequence that begins
 //! with the same tokens will. Cached blocks are given up for others, the one that was used longest ago first. A
 //! sequence lets its blocks go from the last to the first, so no block goes before those behind it.
+//!
+//! # The part of a block behind windows
+//!
+//! Where groups with a window are let go by themselves, a block that is not free has *whole places*, and those of these
+//! groups, which are its *part*. Sequences that use a block and whose window has not left it *see* its part, and are
+//! counted too. A part that nobody sees stays for sequences that will begin with its tokens, until its places are
+//! needed: first go those that a window has left and no second sequence had found, from the one that was left first on;
+//! then cached blocks with their parts; and then the other parts that nobody sees. A block without its part is found by
+//! those who need only its other groups.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use hashbrown::HashTable;
 
 use crate::key::{BlockKey, TenantId, Token};
+use crate::places::{PlaceId, Places};
 
 /// A block of a pool: the same tokens' keys and values, of all groups of layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -39,12 +53,6 @@ pub struct Link {
     generation: u32,
 }
 
-impl Link {
-    pub const fn block(self) -> BlockId {
-        self.block
-    }
-}
-
 /// Whose blocks match each other. Tenants that share are all in the same realm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Realm(u64);
@@ -60,6 +68,76 @@ impl Realm {
     pub fn salt(self) -> u64 {
         self.0
     }
+}
+
+/// Where blocks lie: by block, its whole places and then those of its part; `NONE` for what it does not have. Who uses
+/// a block, and sees its part, may ask without the lock of the tables: its places do not change.
+#[derive(Clone, Debug)]
+pub struct PlaceMap {
+    places: Arc<[AtomicU32]>,
+    /// Whole places of a block, and all.
+    whole: usize,
+    each: usize,
+}
+
+impl PlaceMap {
+    fn new(blocks: u32, [whole, part]: [u32; 2]) -> Self {
+        let (whole, each) = (whole as usize, (whole + part) as usize);
+        let places = (0..blocks as usize * each).map(|_| AtomicU32::new(NONE)).collect();
+        Self { places, whole, each }
+    }
+    /// The place of a block that has this number in it.
+    pub fn place(&self, block: BlockId, nth: usize) -> Option<PlaceId> {
+        match self.places[block.index() * self.each + nth].load(Relaxed) {
+            NONE => None,
+            place => Some(PlaceId(place)),
+        }
+    }
+    /// The places that a block has.
+    pub fn of(&self, block: BlockId) -> impl Iterator<Item = PlaceId> {
+        (0..self.each).filter_map(move |nth| self.place(block, nth))
+    }
+    fn set(&self, block: BlockId, nth: usize, place: PlaceId) {
+        self.places[block.index() * self.each + nth].store(place.0, Relaxed);
+    }
+    fn take(&self, block: BlockId, nth: usize) -> Option<PlaceId> {
+        match self.places[block.index() * self.each + nth].swap(NONE, Relaxed) {
+            NONE => None,
+            place => Some(PlaceId(place)),
+        }
+    }
+    fn has_parts(&self) -> bool {
+        self.whole < self.each
+    }
+    fn has_part(&self, block: BlockId) -> bool {
+        !self.has_parts() || self.place(block, self.whole).is_some()
+    }
+}
+
+/// Who sees parts of blocks.
+#[derive(Debug, Default)]
+struct Parts {
+    /// By block: sequences that see its part.
+    seers: Vec<u32>,
+    /// By block, where its part has a place in `unseen`.
+    at: Vec<Option<(Late, u64)>>,
+    /// The parts that nobody sees, in the order in which they go.
+    unseen: BTreeMap<(Late, u64), u32>,
+    next: u64,
+    /// Blocks that are not free and have no part.
+    without: u32,
+}
+
+/// Whether a part that nobody sees goes after cached blocks.
+type Late = bool;
+
+/// Why a sequence does not see a part any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leaves {
+    /// Its window is behind it.
+    MovesOn,
+    /// It has ended, or was cut.
+    Ends,
 }
 
 /// What is known of a block, in 48 bytes.
@@ -113,12 +191,9 @@ impl Entry {
     }
 }
 
-/// Whose the bytes of a block are that nobody used yet, or that were overwritten. No tenant has this number.
-const NOBODY: TenantId = TenantId::new(u64::MAX);
-
 const FREE: Entry = Entry {
     key: BlockKey::from_bytes([0; 16]),
-    tenant: NOBODY,
+    tenant: TenantId::new(u64::MAX),
     parent: NONE,
     parent_generation: 0,
     generation: 0,
@@ -129,15 +204,6 @@ const FREE: Entry = Entry {
     erase: false,
     seen: Seen::Once,
 };
-
-/// What became of a block that one less uses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Released {
-    /// Others use it, or may find it, or it is free.
-    Done,
-    /// Nobody uses it, and its bytes are to be overwritten before it is [freed](Tables::free).
-    ToErase,
-}
 
 /// What a store is told of a block.
 #[derive(Clone, Debug)]
@@ -171,12 +237,25 @@ pub struct Tables {
     oldest: u32,
     newest: u32,
     cached: u32,
-    /// A bit for each block: whether the disk may have bytes of a tenant that had it before.
-    left_by_others: Vec<u64>,
+    pub places: Places,
+    map: PlaceMap,
+    parts: Parts,
+    /// Places that cached blocks and parts that nobody sees have.
+    idle: u32,
 }
 
 impl Tables {
+    /// Tables for `blocks` blocks with one place each.
+    #[cfg(test)]
     pub fn new(blocks: u32, block_tokens: u32) -> Self {
+        Self::with_parts(blocks, block_tokens, Places::new(blocks), [1, 0])
+    }
+
+    /// Tables for up to `blocks` blocks in these places. A block has so many whole places, and so many in its part.
+    pub fn with_parts(blocks: u32, block_tokens: u32, places: Places, each: [u32; 2]) -> Self {
+        let map = PlaceMap::new(blocks, each);
+        let of_parts = if map.has_parts() { blocks as usize } else { 0 };
+        let parts = Parts { seers: vec![0; of_parts], at: vec![None; of_parts], ..Parts::default() };
         let block_tokens = block_tokens as usize;
         let mut this = Self {
             block_tokens,
@@ -188,7 +267,10 @@ impl Tables {
             oldest: NONE,
             newest: NONE,
             cached: 0,
-            left_by_others: vec![0; blocks.div_ceil(64) as usize],
+            places,
+            map,
+            parts,
+            idle: 0,
         };
         (0..blocks).rev().for_each(|block| this.push_free(block));
         this
@@ -197,11 +279,29 @@ impl Tables {
     pub fn blocks(&self) -> u32 {
         self.entries.len() as u32
     }
+    #[cfg(test)]
     pub fn free_blocks(&self) -> u32 {
         self.free_count
     }
+    #[cfg(test)]
     pub fn cached_blocks(&self) -> u32 {
         self.cached
+    }
+    /// Where blocks lie.
+    pub fn map(&self) -> &PlaceMap {
+        &self.map
+    }
+    /// Places that nobody uses and whose bytes would be found.
+    pub fn idle_places(&self) -> u32 {
+        self.idle
+    }
+    /// Places of a block with its part.
+    pub fn places_each(&self) -> u32 {
+        self.map.each as u32
+    }
+    /// Blocks that are not free and have no part.
+    pub fn without_part(&self) -> u32 {
+        self.parts.without
     }
 
     /// Bytes of these tables.
@@ -209,7 +309,11 @@ impl Tables {
         self.entries.capacity() * size_of::<Entry>()
             + self.tokens.capacity() * size_of::<Token>()
             + self.index.allocation_size()
-            + self.left_by_others.capacity() * size_of::<u64>()
+            + self.places.bytes()
+            + self.map.places.len() * size_of::<u32>()
+            + self.parts.seers.capacity() * size_of::<u32>()
+            + self.parts.at.capacity() * size_of::<Option<(Late, u64)>>()
+            + self.parts.unseen.len() * size_of::<((Late, u64), u32)>()
     }
 
     fn push_free(&mut self, block: u32) {
@@ -218,28 +322,161 @@ impl Tables {
         self.free_count += 1;
     }
 
-    /// A block for bytes of `tenant`'s, in use by one, and whether it still has bytes of another tenant's, or of one
-    /// that was deleted. `None` if all are in use. If it was cached, it is known no more.
+    /// A block for bytes of `tenant`'s with all its places, in use by one, and whether these still have bytes of
+    /// another tenant's, or of one that was deleted. `None` if too much is in use. If it was cached, it is known no
+    /// more. Its part is to be [seen](Self::see).
     pub fn take(&mut self, tenant: TenantId) -> Option<(BlockId, bool)> {
-        let block = if self.free != NONE {
-            let block = self.free;
-            self.free = self.entries[block as usize].next;
-            self.free_count -= 1;
-            block
-        } else {
-            let block = (self.oldest != NONE).then_some(self.oldest)?;
-            self.unlink(block);
-            self.forget(block);
-            block
-        };
-        let Entry { generation, tenant: before, erase, .. } = self.entries[block as usize];
-        let generation = generation.wrapping_add(1);
+        while self.free == NONE || (self.places.free_count() as usize) < self.map.each {
+            self.give_up()?;
+        }
+        let block = self.free;
+        self.free = self.entries[block as usize].next;
+        self.free_count -= 1;
+        let generation = self.entries[block as usize].generation.wrapping_add(1);
         self.entries[block as usize] = Entry { tenant, generation, users_or_older: 1, state: Use::Used, ..FREE };
-        let has_others = erase || (before != NOBODY && before != tenant);
-        if has_others {
-            self.left_by_others[block as usize / 64] |= 1 << (block % 64);
+        let mut has_others = false;
+        for nth in 0..self.map.each {
+            let (place, others) = self.places.take(tenant)?;
+            self.map.set(BlockId(block), nth, place);
+            has_others |= others;
         }
         Some((BlockId(block), has_others))
+    }
+
+    /// Gives up what nobody uses, and what is missed least, for a block that is to be taken. `None` if there is nothing
+    /// more.
+    fn give_up(&mut self) -> Option<()> {
+        let part = self.parts.unseen.first_key_value().map(|((late, _), block)| (*late, BlockId(*block)));
+        match part {
+            // A number for a block is not in a part.
+            Some((late, block)) if self.free != NONE && (!late || self.oldest == NONE) => self.drop_part(block),
+            _ => {
+                let block = (self.oldest != NONE).then_some(self.oldest)?;
+                self.unlink(block);
+                self.forget(block);
+                self.free_block(BlockId(block));
+            }
+        }
+        Some(())
+    }
+
+    /// A block that nobody uses or finds any more is free, and its places too, or they have ended.
+    fn free_block(&mut self, block: BlockId) {
+        self.drop_part(block);
+        let ends = self.entries[block.index()].erase;
+        for nth in 0..self.map.whole {
+            if let Some(place) = self.map.take(block, nth) {
+                if ends { self.places.end(place) } else { self.places.free(place) }
+            }
+        }
+        if self.map.has_parts() {
+            self.parts.without -= 1;
+        }
+        self.entries[block.index()].erase = false;
+        self.push_free(block.0);
+    }
+
+    /// Lets the part of a block go that nobody sees, if it has one.
+    fn drop_part(&mut self, block: BlockId) {
+        if !self.map.has_parts() {
+            return;
+        }
+        debug_assert_eq!(self.parts.seers[block.index()], 0, "the part of {block:?} is seen");
+        self.keep_part(block);
+        if !self.map.has_part(block) {
+            return;
+        }
+        self.parts.without += 1;
+        if self.entries[block.index()].state == Use::Cached {
+            self.idle -= (self.map.each - self.map.whole) as u32;
+        }
+        let ends = self.entries[block.index()].erase;
+        for nth in self.map.whole..self.map.each {
+            if let Some(place) = self.map.take(block, nth) {
+                if ends { self.places.end(place) } else { self.places.free(place) }
+            }
+        }
+    }
+
+    /// The part of a block is not among those that go.
+    fn keep_part(&mut self, block: BlockId) {
+        if let Some(at) = self.parts.at[block.index()].take() {
+            self.parts.unseen.remove(&at);
+            if self.entries[block.index()].state == Use::Used {
+                self.idle -= (self.map.each - self.map.whole) as u32;
+            }
+        }
+    }
+
+    /// The places that a cached block has.
+    fn places_of(&self, block: BlockId) -> u32 {
+        if self.map.has_part(block) { self.map.each as u32 } else { self.map.whole as u32 }
+    }
+
+    /// Whether sequences could see the block's part.
+    pub fn has_part(&self, block: BlockId) -> bool {
+        self.map.has_part(block)
+    }
+
+    /// A sequence that uses the block sees its part, if it has one. Returns whether it has.
+    pub fn see(&mut self, block: BlockId) -> bool {
+        if !self.map.has_part(block) {
+            return false;
+        }
+        if self.map.has_parts() {
+            self.keep_part(block);
+            self.parts.seers[block.index()] += 1;
+        }
+        true
+    }
+
+    /// One less sees the part of a block, which it still uses.
+    pub fn unsee(&mut self, block: BlockId, leaves: Leaves) {
+        if !self.map.has_parts() {
+            return;
+        }
+        let seers = &mut self.parts.seers[block.index()];
+        debug_assert!(*seers > 0, "the part of {block:?} is seen by nobody");
+        *seers = seers.saturating_sub(1);
+        if *seers > 0 || !self.map.has_part(block) {
+            return;
+        }
+        let Entry { indexed, seen, .. } = self.entries[block.index()];
+        if !indexed {
+            // Nobody will begin with it.
+            self.drop_part(block);
+            return;
+        }
+        let late = leaves == Leaves::Ends || matches!(seen, Seen::Twice | Seen::TwiceByAll);
+        let at = (late, self.parts.next);
+        self.parts.next += 1;
+        self.parts.at[block.index()] = Some(at);
+        self.parts.unseen.insert(at, block.0);
+        self.idle += (self.map.each - self.map.whole) as u32;
+    }
+
+    /// A sequence that sees the part of `mine` is to use `other` in place of it, which holds the same. If `other` has
+    /// no part, it gets that of `mine`. Returns whether `other` has one then: not if others see that of `mine`, or if
+    /// it is to go with the bytes of another tenant.
+    pub fn give_part(&mut self, mine: BlockId, other: BlockId) -> bool {
+        if self.map.has_part(other) {
+            return true;
+        }
+        let [from, to] = [mine, other].map(|block| &self.entries[block.index()]);
+        let is_mine = self.parts.seers[mine.index()] == 1 && self.map.has_part(mine);
+        if !is_mine || from.tenant != to.tenant || from.erase || to.erase {
+            return false;
+        }
+        if to.state == Use::Cached {
+            self.idle += (self.map.each - self.map.whole) as u32;
+        }
+        for nth in self.map.whole..self.map.each {
+            if let Some(place) = self.map.take(mine, nth) {
+                self.map.set(other, nth, place);
+            }
+        }
+        // That of `mine` is gone, and `other` has one again.
+        true
     }
 
     /// One more uses the block, which was just found.
@@ -249,24 +486,6 @@ impl Tables {
             self.entries[block.index()].users_or_older = 0;
         }
         self.entries[block.index()].users_or_older += 1;
-    }
-
-    /// The blocks of which the disk may still have bytes of a tenant that had them before.
-    pub fn left_by_others(&self) -> Vec<Link> {
-        let set = |word: &u64, at: u32| word & 1 << at != 0;
-        let words = (0..).step_by(64).zip(&self.left_by_others).filter(|(_, word)| **word != 0);
-        let blocks = words.flat_map(|(first, word)| (0..64).filter(move |at| set(word, *at)).map(move |at| first + at));
-        blocks.map(|block| self.link_of(BlockId(block))).collect()
-    }
-
-    /// The disk had only bytes of these blocks' tenants, at some time since they were
-    /// [listed](Self::left_by_others). Blocks that were taken since then are left out.
-    pub fn wiped(&mut self, blocks: &[Link]) {
-        for Link { block, generation } in blocks {
-            if self.entries[block.index()].generation == *generation {
-                self.left_by_others[block.index() / 64] &= !(1 << (block.0 % 64));
-            }
-        }
     }
 
     /// A sequence found the block, which another one had computed.
@@ -304,59 +523,18 @@ impl Tables {
         Some(Kept { key, parent, tenant, tokens: self.tokens_of(block).to_vec() })
     }
 
-    /// One less uses the block.
-    pub fn release(&mut self, block: BlockId) -> Released {
+    /// One less uses the block. If nobody does then, and nobody will find it, it is free.
+    pub fn release(&mut self, block: BlockId) {
         let entry = &mut self.entries[block.index()];
         debug_assert!(entry.users() > 0, "{block:?} is used by nobody");
         if entry.users() > 1 {
             entry.users_or_older -= 1;
-            return Released::Done;
+            return;
         }
-        if entry.erase {
-            return Released::ToErase;
-        }
-        match entry.indexed {
+        match entry.indexed && !entry.erase {
             true => self.link(block.0),
-            false => self.push_free(block.0),
+            false => self.free_block(block),
         }
-        Released::Done
-    }
-
-    /// The bytes of a block that was to be erased were overwritten.
-    pub fn free(&mut self, block: BlockId) {
-        let entry = &mut self.entries[block.index()];
-        (entry.tenant, entry.erase) = (NOBODY, false);
-        self.push_free(block.0);
-    }
-
-    /// A block that was to be erased is free as it is. Whoever [takes](Self::take) it is told that it has others'
-    /// bytes.
-    pub fn free_unerased(&mut self, block: BlockId) {
-        self.push_free(block.0);
-    }
-
-    /// The free blocks that are still to be erased, and then [freed](Self::free) again.
-    pub fn take_unerased(&mut self) -> Vec<BlockId> {
-        self.take_free(|entry| entry.erase)
-    }
-
-    /// Takes the free blocks for which `is_meant`. They are in use by the caller then.
-    fn take_free(&mut self, is_meant: impl Fn(&Entry) -> bool) -> Vec<BlockId> {
-        let mut taken = Vec::new();
-        (self.free, self.free_count) = (NONE, 0);
-        for block in 0..self.blocks() {
-            let entry = &mut self.entries[block as usize];
-            if entry.state != Use::Free {
-                continue;
-            }
-            if is_meant(entry) {
-                (entry.state, entry.users_or_older) = (Use::Used, 1);
-                taken.push(BlockId(block));
-            } else {
-                self.push_free(block);
-            }
-        }
-        taken
     }
 
     fn link(&mut self, block: u32) {
@@ -368,6 +546,10 @@ impl Tables {
             older => self.entries[older as usize].next = block,
         }
         self.cached += 1;
+        // A part that nobody sees counted before.
+        let unseen = self.parts.at.get(block as usize).is_some_and(Option::is_some);
+        let counted = if unseen { self.map.each - self.map.whole } else { 0 };
+        self.idle += self.places_of(BlockId(block)) - counted as u32;
     }
 
     /// Takes a cached block out of the line; it is in use then.
@@ -383,6 +565,9 @@ impl Tables {
         }
         self.entries[block as usize].state = Use::Used;
         self.cached -= 1;
+        let unseen = self.parts.at.get(block as usize).is_some_and(Option::is_some);
+        let counted = if unseen { self.map.each - self.map.whole } else { 0 };
+        self.idle -= self.places_of(BlockId(block)) - counted as u32;
     }
 
     /// A block in use is to be erased when nobody uses it any more, and nobody finds it from now on.
@@ -508,24 +693,25 @@ impl Tables {
         found
     }
 
-    /// Nobody finds blocks of this tenant any more. Returns those that nobody uses: they are to be erased, and then
-    /// [freed](Self::free). The others are to be erased when nobody uses them.
-    pub fn delete_tenant(&mut self, tenant: TenantId) -> Vec<BlockId> {
-        let mut gone = self.take_free(|entry| entry.tenant == tenant);
-        gone.iter().for_each(|block| self.erase_later(*block));
-        for block in 0..self.blocks() {
-            let Entry { tenant: owner, state, erase, .. } = self.entries[block as usize];
-            if owner != tenant || erase {
+    /// Nobody finds blocks of this tenant any more. The places of those that nobody uses have ended; those of the
+    /// others end when nobody uses them.
+    pub fn delete_tenant(&mut self, tenant: TenantId) {
+        self.places.end_those_of(tenant);
+        for block in (0..self.blocks()).map(BlockId) {
+            let Entry { tenant: owner, state, erase, .. } = self.entries[block.index()];
+            if state == Use::Free || owner != tenant || erase {
                 continue;
             }
             if state == Use::Cached {
-                self.unlink(block);
-                self.entries[block as usize].users_or_older = 1;
-                gone.push(BlockId(block));
+                self.unlink(block.0);
             }
-            self.erase_later(BlockId(block));
+            self.erase_later(block);
+            if state == Use::Cached {
+                self.free_block(block);
+            } else if self.parts.at.get(block.index()).is_some_and(Option::is_some) {
+                self.drop_part(block);
+            }
         }
-        gone
     }
 }
 
@@ -569,7 +755,7 @@ mod tests {
         assert_eq!(find(&tables, Realm::of(A), Some(one), &tokens(4)), Some(two));
         assert_eq!(find(&tables, Realm::of(B), None, &tokens(0)), None);
         assert_eq!(find(&tables, Realm::of(A), None, &tokens(4)), None);
-        assert_eq!([two, one].map(|block| tables.release(block)), [Released::Done; 2]);
+        [two, one].into_iter().for_each(|block| tables.release(block));
         assert_eq!((tables.cached_blocks(), tables.free_blocks()), (2, 1));
         let three = tables.take(B).unwrap().0;
         // The last block of the sequence goes first.
@@ -577,7 +763,7 @@ mod tests {
         assert_eq!(find(&tables, Realm::of(A), None, &tokens(0)), Some(one));
         tables.share(one);
         assert_eq!(tables.take(B), None);
-        assert_eq!([three, two].map(|block| tables.release(block)), [Released::Done; 2]);
+        [three, two].into_iter().for_each(|block| tables.release(block));
         assert_eq!((tables.cached_blocks(), tables.free_blocks()), (0, 2));
     }
 
@@ -626,32 +812,115 @@ mod tests {
         let other = kept(&mut tables, B, None, &tokens(0));
         tables.release(two);
         tables.release(other);
-        assert_eq!(tables.delete_tenant(A), [two]);
-        assert_eq!(tables.delete_tenant(A), []);
-        tables.free(two);
-        assert_eq!(tables.release(one), Released::ToErase);
-        assert_eq!((tables.cached_blocks(), tables.free_blocks()), (1, 2));
-        tables.free(one);
-        assert_eq!(tables.delete_tenant(A), []);
-        assert_eq!((tables.cached_blocks(), tables.free_blocks()), (1, 3));
+        let place_of = |tables: &Tables, block| tables.map().place(block, 0).unwrap();
+        let [first, last] = [one, two].map(|block| place_of(&tables, block));
+        let ended = |tables: &mut Tables| {
+            tables.delete_tenant(A);
+            let ended = tables.places.take_ended();
+            ended.iter().for_each(|place| tables.places.free_erased(*place));
+            ended
+        };
+        assert_eq!(ended(&mut tables), [last]);
+        assert_eq!(ended(&mut tables), []);
+        tables.release(one);
+        assert_eq!((tables.cached_blocks(), tables.places.free_count()), (1, 2));
+        assert_eq!(ended(&mut tables), [first]);
+        assert_eq!(ended(&mut tables), []);
+        assert_eq!((tables.cached_blocks(), tables.places.free_count()), (1, 3));
     }
 
     /// Also where it is the tenant's own again.
     #[test]
-    fn a_block_that_is_freed_before_it_is_erased_has_others_bytes_for_whoever_takes_it() {
+    fn a_place_that_is_freed_before_it_is_erased_has_others_bytes_for_whoever_takes_it() {
         let mut tables = Tables::new(2, 4);
         let one = kept(&mut tables, A, None, &tokens(0));
-        assert_eq!(tables.delete_tenant(A), []);
-        assert_eq!(tables.release(one), Released::ToErase);
-        tables.free_unerased(one);
-        assert_eq!((tables.free_blocks(), tables.take_unerased()), (2, vec![one]));
-        assert_eq!((tables.free_blocks(), tables.take_unerased()), (1, vec![]));
-        tables.free_unerased(one);
-        assert_eq!(tables.delete_tenant(A), [one]);
-        tables.free_unerased(one);
+        let place = tables.map().place(one, 0).unwrap();
+        tables.delete_tenant(A);
+        assert!(!tables.places.has_ended());
+        tables.release(one);
+        assert_eq!(tables.places.take_ended(), [place]);
+        tables.places.free(place);
+        assert_eq!(tables.places.free_count(), 2);
+        tables.places.end_unerased();
+        assert_eq!((tables.places.free_count(), tables.places.take_ended()), (1, vec![place]));
+        tables.places.free(place);
+        tables.delete_tenant(A);
+        assert_eq!(tables.places.take_ended(), [place]);
+        tables.places.free(place);
         assert_eq!(tables.take(A), Some((one, true)));
         assert_eq!(tables.take(A).map(|(_, has_others)| has_others), Some(false));
-        assert_eq!(tables.take_unerased(), []);
+        tables.places.end_unerased();
+        assert!(!tables.places.has_ended());
+    }
+
+    /// A part that a window has left goes before cached blocks, what ended last goes last, and who uses the rest of a
+    /// block keeps it.
+    #[test]
+    fn parts_that_nobody_sees_make_room() {
+        let mut tables = Tables::with_parts(8, 4, Places::new(9), [1, 2]);
+        let mut all = Vec::new();
+        for nth in 0..3 {
+            let block = kept(&mut tables, A, all.last().copied(), &tokens(4 * nth));
+            assert!(tables.see(block));
+            all.push(block);
+        }
+        assert_eq!((tables.take(A), tables.idle_places()), (None, 0));
+        tables.unsee(all[0], Leaves::MovesOn);
+        assert_eq!((tables.has_part(all[0]), tables.idle_places()), (true, 2));
+        // There are two places, and a block has three.
+        assert_eq!(tables.take(A), None);
+        assert_eq!((tables.has_part(all[0]), tables.idle_places(), tables.without_part()), (false, 0, 1));
+        assert!(!tables.see(all[0]));
+        for block in all.iter().rev() {
+            if tables.has_part(*block) {
+                tables.unsee(*block, Leaves::Ends);
+            }
+            tables.release(*block);
+        }
+        assert_eq!((tables.cached_blocks(), tables.idle_places(), tables.places.free_count()), (3, 7, 2));
+        let block = tables.take(B).unwrap().0;
+        assert!(tables.see(block));
+        assert_eq!((tables.cached_blocks(), tables.idle_places(), tables.places.free_count()), (2, 4, 2));
+        assert_eq!(all[..2].iter().map(|block| tables.has_part(*block)).collect::<Vec<_>>(), [false, true]);
+        tables.share(all[1]);
+        assert!(tables.see(all[1]));
+        assert_eq!((tables.cached_blocks(), tables.idle_places()), (1, 1));
+    }
+
+    /// Another sequence has computed what a block's part had.
+    #[test]
+    fn a_block_gets_the_part_of_one_with_the_same_tokens() {
+        let mut tables = Tables::with_parts(8, 4, Places::new(8), [1, 1]);
+        let one = kept(&mut tables, A, None, &tokens(0));
+        assert!(tables.see(one));
+        tables.unsee(one, Leaves::MovesOn);
+        let others: Vec<_> = (0..3).map(|_| tables.take(A).unwrap().0).collect();
+        assert!(tables.has_part(one));
+        assert!(tables.take(A).is_none() && !tables.has_part(one));
+        others.iter().for_each(|block| tables.release(*block));
+        let mine = tables.take(A).unwrap().0;
+        assert!(tables.see(mine));
+        let of = tokens(0);
+        let known = Known { key: tables.key_of(one), parent: None, realm: Realm::of(A), tokens: &of };
+        assert_eq!(tables.keep(mine, &known), Some(one));
+        // Others see it.
+        assert!(tables.see(mine) && !tables.give_part(mine, one));
+        tables.unsee(mine, Leaves::MovesOn);
+        let place = tables.map().place(mine, 1);
+        assert!(tables.give_part(mine, one));
+        assert_eq!((tables.map().place(one, 1), tables.map().place(mine, 1)), (place, None));
+        tables.share(one);
+        assert!(tables.see(one));
+        tables.unsee(mine, Leaves::MovesOn);
+        tables.release(mine);
+        assert_eq!((tables.places.free_count(), tables.idle_places()), (6, 0));
+        // A block of another tenant's gets none.
+        tables.unsee(one, Leaves::Ends);
+        let of_b = tables.take(B).unwrap().0;
+        assert!(tables.see(of_b));
+        (0..2).for_each(|_| _ = tables.take(B).unwrap());
+        assert!(tables.take(B).is_none() && !tables.has_part(one));
+        assert!(!tables.give_part(of_b, one));
     }
 
     #[test]
@@ -663,7 +932,7 @@ mod tests {
             let realm = Realm::of(A);
             tables.keep(block, &Known { key: root(realm).next(&tokens), parent: None, realm, tokens: &tokens });
         }
-        assert!(tables.bytes() / (1 << 14) <= 128, "{}", tables.bytes() / (1 << 14));
+        assert!(tables.bytes() / (1 << 14) <= 152, "{}", tables.bytes() / (1 << 14));
         assert!(size_of::<Entry>() <= 48);
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use outcore::store::{IoBackend, StoreOptions};
 use outcore::testing::{CallHook, Injected, IoCall, IoKind, RoomCall, RoomKind};
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime, RuntimeBuilder};
-use outcore_kv::{KvLayout, KvPool, KvShape, Sequence, TenantId, Token};
+use outcore_kv::{KvLayout, KvPool, KvShape, KvWindow, Sequence, TenantId, Token};
 use outcore_testkit::harness::{progress, until};
 use parking_lot::{Condvar, Mutex};
 use tempfile::TempDir;
@@ -458,6 +458,70 @@ fn the_deletion_of_others_wipes_nothing() {
     check(&other, 1);
     drop((other, pool));
     place.runtime.close().unwrap();
+}
+
+/// Groups that blocks let go are where other blocks were, of other tenants too, in memory and on disk.
+#[test]
+fn nothing_of_a_deleted_tenant_is_left_where_groups_are_let_go() {
+    for (device, host) in [(16, 0), (16, 8), (256, 0)] {
+        let place = Place::new(device, host);
+        let shape = KvShape::new(GROUPS, 2, 64, DType::F16).unwrap();
+        let layout = KvLayout::with(shape, PageSize::new(Bytes::new(PAGE)).unwrap(), EACH, 1).unwrap();
+        let window = KvWindow::new(40).unwrap();
+        let layout = layout.with_windows(|layer| (layer != 2).then_some(window)).letting_go();
+        let pool = KvPool::open(&place.runtime, layout.clone(), b"a model", 12).unwrap();
+        let fill = |tenant, blocks: u32, mark: u8| {
+            let mut sequence = pool.begin(tenant, &[]).unwrap();
+            for nth in 0..blocks {
+                let first = 10_000 * u32::from(mark) + nth * EACH;
+                let tokens: Vec<Token> = (first..first + EACH).map(Token::new).collect();
+                let positions = sequence.append(&tokens).unwrap();
+                for group in 0..GROUPS {
+                    let mut blocks = sequence.write(group, positions.clone()).unwrap();
+                    blocks.pin().wait().unwrap().all_mut().for_each(|bytes| bytes.fill(mark));
+                }
+                sequence.commit(positions.end).unwrap();
+            }
+            sequence
+        };
+        let check_seen = |sequence: &Sequence, mark: u8| {
+            for group in 0..GROUPS {
+                let first = layout.first_read(group, sequence.len()) * u64::from(EACH);
+                for start in (first..sequence.len()).step_by(EACH as usize) {
+                    let blocks = sequence.read(group, start..start + 1).unwrap();
+                    let guard = blocks.pin().wait().unwrap();
+                    assert!(guard.bytes(0).unwrap().iter().all(|byte| *byte == mark), "group {group}, token {start}");
+                }
+            }
+        };
+        for round in 0..6 {
+            let mine = fill(A, 18 + round, MARK);
+            place.press();
+            let other = fill(B, 12, 3 + round as u8);
+            assert!(pool.stats().let_go > 0);
+            check_seen(&mine, MARK);
+            if round % 2 == 0 {
+                drop(mine);
+                pool.delete_tenant(A).unwrap();
+                assert_eq!(place.marked(), 0, "round {round}, {host} host frames");
+            } else {
+                pool.delete_tenant(A).unwrap();
+                check_seen(&mine, MARK);
+                drop(mine);
+                // What B takes of it has nothing of A's.
+                let mut taken = pool.begin(B, &[]).unwrap();
+                taken.append(&tokens(EACH)).unwrap();
+                check_seen(&taken, 0);
+                pool.delete_tenant(OTHER).unwrap();
+                assert_eq!(place.marked(), 0, "round {round}, {host} host frames");
+            }
+            check_seen(&other, 3 + round as u8);
+            progress();
+        }
+        assert_eq!(pool.stats().used, 0);
+        drop(pool);
+        place.runtime.close().unwrap();
+    }
 }
 
 /// Sets it when it is dropped.

@@ -15,7 +15,7 @@ use outcore_kv::{
     KvLayout, KvPool, KvShape, PermitRequest, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token,
 };
 use outcore_testkit::harness::{Rng, block_on, progress, until};
-use support::{A, B, LAYERS, PAGE, Said, active, layout, pool, runtime, runtime_with, tokens, windowed};
+use support::{A, B, LAYERS, PAGE, Said, active, layout, letting_go, pool, runtime, runtime_with, tokens, windowed};
 
 #[test]
 fn a_prefix_is_shared_by_those_who_may() {
@@ -649,7 +649,8 @@ fn random_work(seed: u64, steps: u32) {
     let runtime = runtime_with(12 + rng.below(60), *rng.pick(&[PolicyKind::Kv, PolicyKind::Plan]));
     let windows = std::array::from_fn(|_| if seed.is_multiple_of(2) { 0 } else { rng.below(150) as u32 });
     let blocks = 40 + rng.below(60) as u32;
-    let pool = KvPool::open(&runtime, windowed(windows), b"a model", blocks).unwrap();
+    let layout = if seed % 4 == 3 { letting_go(windows) } else { windowed(windows) };
+    let pool = KvPool::open(&runtime, layout, b"a model", blocks).unwrap();
     let mut all: Vec<Said> = Vec::new();
     for step in 0..steps {
         let at = rng.below(all.len() as u64) as usize;
@@ -721,7 +722,7 @@ fn random_work(seed: u64, steps: u32) {
 
 #[test]
 fn sequences_read_what_their_own_tokens_give() {
-    for seed in 0..12 {
+    for seed in 0..16 {
         eprintln!("seed {seed}");
         random_work(seed, 150);
     }

@@ -8,9 +8,9 @@ mod support;
 use std::time::Duration;
 
 use outcore::{Bytes, ErrorKind, PolicyKind, Runtime};
-use outcore_kv::{Extent, KvLayout, KvPool, Permit, Sequence, Token};
+use outcore_kv::{Extent, KvLayout, KvPool, Permit, Sequence, StoreOptions, TenantId, Token};
 use outcore_testkit::harness::{Rng, progress, until};
-use support::{A, B, LAYERS, PAGE, Said, active, layout, runtime, runtime_with, tokens, windowed};
+use support::{A, B, LAYERS, PAGE, Said, active, layout, letting_go, runtime, runtime_with, tokens, windowed};
 
 /// Three layers with a window of 40 tokens and two without. Blocks have 32 tokens.
 const WINDOWS: [u32; LAYERS as usize] = [40, 40, 0, 40, 0];
@@ -232,6 +232,186 @@ fn a_parked_sequence_comes_back_with_its_windows() {
     assert_eq!(on_device(), 2 * 15 + 3);
     said.say(&tokens(0..100)).unwrap();
     said.check();
+    drop((said, pool));
+    runtime.close().unwrap();
+}
+
+/// Three groups are let go behind the largest window, and two are kept.
+const LET_GO: u64 = 3;
+const KEPT: u64 = 2;
+
+fn said_in_passes(pool: &KvPool, tenant: TenantId, prompt: &[Token], pass: usize) -> outcore::Result<Said> {
+    let mut said = Said::begin(pool, tenant, &[])?;
+    prompt.chunks(pass).try_for_each(|tokens| said.say(tokens))?;
+    Ok(said)
+}
+
+/// A sequence of many windows has room where whole blocks of its tokens have none, and reads what it wrote.
+#[test]
+fn a_long_sequence_needs_room_for_a_window_only_where_groups_are_let_go() {
+    let layout = letting_go(WINDOWS);
+    for pass in [1, 7, 64] {
+        let extent = Extent::new(32 * 40).in_passes_of(pass as u64);
+        let whole = PAGE * u64::from(LAYERS);
+        let blocks = layout.room_most(extent).get().div_ceil(whole) as u32;
+        // A pass reads 39 + 63 tokens before its last one, in five blocks at most.
+        assert!(blocks <= ((40 * KEPT + 5 * LET_GO) as u32).div_ceil(LAYERS), "{blocks}");
+        let runtime = runtime(64);
+        let kept = pool(&runtime, layout.clone(), blocks);
+        let mut said = Said::begin(&kept, A, &[]).unwrap();
+        for nth in 0..(32 * 40 / pass as u32) {
+            said.say(&tokens(nth * pass as u32..(nth + 1) * pass as u32)).unwrap();
+            let stats = kept.stats();
+            assert!(
+                stats.room_used
+                    <= Bytes::new(layout.room_most(Extent::new(said.sequence.len()).in_passes_of(pass as u64)).get())
+            );
+            progress();
+        }
+        said.check_seen();
+        assert_eq!(said.sequence.len(), 32 * 40 / pass as u64 * pass as u64);
+        assert!(kept.stats().let_go > 0 && kept.stats().used <= blocks);
+        // What it has let go it cannot read.
+        let error = said.sequence.read(0, 0..32).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        said.sequence.read(2, 0..32).unwrap();
+        assert_eq!(said.sequence.addresses(0).unwrap()[0], 0);
+        drop((said, kept));
+        // Whole blocks of it do not fit.
+        let pool = pool(&runtime, windowed(WINDOWS), blocks);
+        assert!(said_in_passes(&pool, A, &tokens(0..32 * 40), 64).is_err());
+        drop(pool);
+        runtime.close().unwrap();
+    }
+}
+
+/// Whoever begins with a prefix needs what its next token sees of it.
+#[test]
+fn a_sequence_begins_where_its_windows_are_there() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, letting_go(WINDOWS), 20);
+    let prompt = tokens(0..32 * 15);
+    let said = said_in_passes(&pool, A, &prompt, 32).unwrap();
+    // There was room for all.
+    assert_eq!((pool.found(A, &prompt), pool.stats().let_go), (32 * 14, 0));
+    let fork = Said::begin(&pool, A, &prompt[..32 * 8 + 1]).unwrap();
+    assert_eq!(fork.sequence.len(), 32 * 8 + 1);
+    fork.check_seen();
+    drop(fork);
+    // Another one needs room, which blocks in the middle have.
+    let other = said_in_passes(&pool, B, &tokens(5000..5000 + 32 * 14), 32).unwrap();
+    assert!(pool.stats().let_go > 8);
+    assert_eq!(pool.found(A, &prompt), 32 * 14, "its end is used");
+    let branch = [&prompt[..32 * 3 + 5], &tokens(9000..9010)[..]].concat();
+    assert_eq!(pool.found(A, &branch), 0, "what the branch sees is gone");
+    drop(other);
+    let branch = Said::begin(&pool, A, &branch).unwrap();
+    branch.check_seen();
+    // It has computed again what its block's groups had been: whoever begins so finds it.
+    drop(branch);
+    assert_eq!(pool.found(A, &prompt[..32 * 3 + 1]), 32 * 3);
+    let again = Said::begin(&pool, A, &prompt[..32 * 3 + 7]).unwrap();
+    again.check_seen();
+    said.check_seen();
+    drop((again, said));
+    assert_eq!(pool.stats().used, 0);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+/// A draft is taken back, and a fork goes on alone; further back than its windows a sequence cannot go if their room
+/// was needed.
+#[test]
+fn the_last_pass_can_be_taken_back() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, letting_go(WINDOWS), 20);
+    let mut said = said_in_passes(&pool, A, &tokens(0..32 * 12 + 3), 1).unwrap();
+    // No room was needed yet.
+    let mut fork = Said { sequence: said.sequence.fork(), tokens: said.tokens.clone(), left: 0..0 };
+    fork.sequence.truncate(32 * 5).unwrap();
+    fork.tokens.truncate(32 * 5);
+    fork.check_seen();
+    drop(fork);
+    for nth in 0..60 {
+        let before = said.sequence.len();
+        said.say(&tokens(100 * nth..100 * nth + 8)).unwrap();
+        let right = before + 1 + u64::from(nth) % 4;
+        said.sequence.truncate(right).unwrap();
+        said.tokens.truncate(right as usize);
+        said.check_seen();
+        if nth % 9 == 0 {
+            let mut fork = Said { sequence: said.sequence.fork(), tokens: said.tokens.clone(), left: 0..0 };
+            fork.say(&tokens(0..40)).unwrap();
+            fork.check_seen();
+            said.check_seen();
+        }
+    }
+    let len = said.sequence.len();
+    let other = said_in_passes(&pool, B, &tokens(0..32 * 15), 32).unwrap();
+    let error = said.sequence.truncate(32 * 9).unwrap_err();
+    assert_eq!((error.kind(), said.sequence.len()), (ErrorKind::NotFound, len), "{error}");
+    assert!(error.advice().unwrap().contains("begin another sequence"), "{error}");
+    said.check_seen();
+    said.say(&tokens(0..40)).unwrap();
+    said.check_seen();
+    // The first token sees nothing before it.
+    said.sequence.truncate(0).unwrap();
+    said.tokens.clear();
+    said.say(&tokens(0..40)).unwrap();
+    said.check_seen();
+    drop((said, other));
+    assert_eq!(pool.stats().used, 0);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+/// As many sequences as have permits find room for all their tokens, if they commit each pass, also where all layers
+/// have windows.
+#[test]
+fn sequences_with_permits_find_room_where_groups_are_let_go() {
+    for windows in [WINDOWS, [7; LAYERS as usize], [0, 90, 90, 0, 33]] {
+        let runtime = runtime(400);
+        let layout = letting_go(windows);
+        let pool = pool(&runtime, layout.clone(), 20);
+        pool.set_active(active(20, 0));
+        let extent = Extent::new(16 * 32).in_passes_of(8);
+        let mut all = Vec::new();
+        loop {
+            let mut asked = pool.admit(A, extent).unwrap();
+            let Some(permit) = asked.wait_timeout(Duration::ZERO).unwrap() else { break };
+            let mut said = Said::begin(&pool, A, &[]).unwrap();
+            said.sequence.activate(permit).unwrap();
+            all.push(said);
+        }
+        let parts = layout.room_most(extent).get() / PAGE;
+        // Where no group is kept, there are a hundred blocks all the same.
+        assert_eq!(all.len() as u64, (100 / parts).min(100 / 16), "sequences of {parts} parts");
+        assert!(all.len() > 1, "whole blocks of two have no room");
+        for nth in 0..16 * 4 {
+            for (who, said) in all.iter_mut().enumerate() {
+                let first = 10_000 * (who as u32 + 1) + 8 * nth;
+                said.say(&tokens(first..first + 8)).unwrap();
+                progress();
+            }
+        }
+        all.iter().for_each(Said::check_seen);
+        drop(all);
+        assert_eq!(pool.stats().used, 0);
+        drop(pool);
+        runtime.close().unwrap();
+    }
+}
+
+/// A store keeps whole blocks.
+#[test]
+fn a_pool_with_a_store_lets_nothing_go() {
+    let folder = tempfile::tempdir().unwrap();
+    let runtime = runtime(64);
+    let store = (folder.path(), StoreOptions::new());
+    let pool = KvPool::open_with_store(&runtime, letting_go(WINDOWS), b"a model", 20, store).unwrap();
+    assert!(!pool.layout().lets_go());
+    let said = said_in_passes(&pool, A, &tokens(0..32 * 18), 32).unwrap();
+    (0..LAYERS).for_each(|group| drop(said.sequence.read(group, 0..32 * 18).unwrap()));
     drop((said, pool));
     runtime.close().unwrap();
 }

@@ -83,6 +83,13 @@ impl Paged {
             KvType::F32 => Element::F32,
             KvType::F16 => Element::F16,
         };
+        if keys.pool().layout().lets_go() {
+            return Err(Error::Invalid(
+                "the pool's blocks let layers go behind their windows, and attention on a GPU needs whole ones: open the \
+                 pool with a layout that is not letting_go"
+                    .into(),
+            ));
+        }
         let stream = match Adopted::new(gpu, keys.pool().runtime()) {
             Ok(stream) => stream,
             Err(Error::Outcore(why)) if matches!(why.kind(), ErrorKind::Unsupported | ErrorKind::InvalidArgument) => {

@@ -35,6 +35,11 @@ pub fn windowed(windows: [u32; LAYERS as usize]) -> KvLayout {
     layout().with_windows(|layer| KvWindow::new(windows[layer as usize]).ok())
 }
 
+/// As [`windowed`], for a pool in which blocks let groups go.
+pub fn letting_go(windows: [u32; LAYERS as usize]) -> KvLayout {
+    windowed(windows).letting_go()
+}
+
 pub fn pool(runtime: &Runtime, blocks: u32) -> KvPool {
     KvPool::open(runtime, layout(), b"a model", blocks).unwrap()
 }
@@ -91,9 +96,14 @@ impl Said {
         self.sequence.commit(positions.end)
     }
 
-    /// Reads all of it: others may begin with it.
+    /// Reads all of it: others may begin with it. Of what is let go, what the next pass reads.
     pub fn check(&self) {
-        (0..LAYERS).for_each(|layer| self.check_from(layer, 0));
+        let layout = self.sequence.pool().layout();
+        let first = |layer| match layout.lets_go() {
+            true => layout.first_read(layout.group_of(layer).0, self.sequence.len()),
+            false => 0,
+        };
+        (0..LAYERS).for_each(|layer| self.check_from(layer, first(layer)));
     }
 
     /// Reads what a pass over the next token reads.
