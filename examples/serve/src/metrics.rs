@@ -311,6 +311,11 @@ impl Collector for Engine {
                     (of("state", "free"), (kv.blocks - kv.used - kv.cached).into()),
                 ],
             ),
+            (
+                "kv_blocks_let_go",
+                "Blocks without the room of layers whose windows have left them",
+                one(kv.let_go.into()),
+            ),
             ("kv_active_blocks", "Blocks of permits", one(kv.active.into())),
             ("kv_active_blocks_most", "The most blocks of permits", one(kv.active_most.into())),
             (

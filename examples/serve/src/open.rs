@@ -9,7 +9,7 @@ use outcore::device::HostDevice;
 use outcore::machine::MemoryLimit;
 use outcore::store::StoreOptions;
 use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
-use outcore_kv::{ActiveOptions, KvLayout, KvPool};
+use outcore_kv::{ActiveOptions, Extent, KvLayout, KvPool};
 use outcore_llm::budget::{Wishes, Working, divide};
 use outcore_llm::{
     ChatTemplate, Config, DraftFiles, Error, GenerationDefaults, KvType, Model, ModelFiles, Options, PagedWeights,
@@ -117,18 +117,20 @@ fn open_pool(
     layout: KvLayout,
     model: &[u8],
     [active, all]: [Bytes; 2],
-    context: usize,
+    longest: Extent,
 ) -> Result<KvPool> {
+    // A store keeps whole blocks, and so does a pool that has one.
+    let layout = if args.kv_store.is_some() { layout } else { layout.letting_go() };
     let block = layout.block_room().get() * u64::from(layout.groups());
     let of_blocks = |bytes: Bytes| u32::try_from(bytes.get() / block).unwrap_or(u32::MAX - 1);
     let active = of_blocks(active).max(1);
-    let one = context.div_ceil(layout.block_tokens() as usize) as u32 + 1;
+    let one = u32::try_from(layout.room_most(longest).get().div_ceil(block)).unwrap_or(u32::MAX - 2) + 1;
     let blocks = of_blocks(all).max(active).max(one);
-    // Of layers with windows a pass uses little, but the pool has whole blocks.
+    // Of layers with windows a pass uses little, but of a store's pool all blocks are whole.
     let groups = u64::from(layout.groups());
     let whole = (0..layout.groups()).filter(|group| layout.window_of(*group).is_none()).count() as u64;
     let useful = u64::from(active).saturating_mul(groups) / whole.max(1);
-    if u64::from(blocks) < useful {
+    if !layout.lets_go() && u64::from(blocks) < useful {
         tracing::info!(
             kv_space = %Bytes::new(u64::from(blocks) * block),
             useful = %Bytes::new(useful.saturating_mul(block)),
@@ -246,7 +248,8 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         .kv_memory
         .unwrap_or_else(|| budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2)));
     let layout = paged_kv::layout(&config, &runtime, TYPICAL_CONTEXT)?;
-    let pool = open_pool(args, &runtime, layout, &fingerprint(&files)?, [active, args.kv_space], context)?;
+    let longest = Extent::new(context as u64).in_passes_of(budgets.pass as u64);
+    let pool = open_pool(args, &runtime, layout, &fingerprint(&files)?, [active, args.kv_space], longest)?;
     for tenant in tenants.iter() {
         pool.set_tenant(tenant.id, tenant.options)?;
     }

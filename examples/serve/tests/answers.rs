@@ -355,6 +355,33 @@ fn an_answer_that_is_larger_than_what_may_be_active_is_written_when_nobody_else_
     is_empty(&server);
 }
 
+/// Of a model with windows in most layers, in a pool that has no whole block for each of an answer's tokens: with
+/// forks, drafts, prompts that begin alike, and answers that are preempted.
+#[test]
+fn answers_are_the_same_where_windows_let_blocks_go() {
+    let spec = Spec { arch: Arch::GptOss, layers: 4, context: 2048, window: 20, ..small() };
+    let spec = Spec { experts: Some(Experts { count: 4, used: 2, fused: false }), ..spec };
+    let long = |count: u32, most, seed| {
+        let prompt = (0..count).map(|n| (n * n / 7 + n % 11) % VOCAB as u32).collect();
+        Question { prompt, most, seed, choices: 1 + usize::from(seed == 5) }
+    };
+    let mut questions = Question::some(6, 5);
+    questions.extend([long(1300, 600, 0), long(1100, 300, 5), long(1350, 200, 9)]);
+    let wanted = alone(&spec, &questions);
+    let args = [PAGE[0], PAGE[1], "--memory", "120MiB", "--kv-memory", "256KiB", "--kv-space", "64KiB"];
+    for more in [vec![], vec!["--speculate"], vec!["--preempt", "park"]] {
+        let args: Vec<&str> = args.into_iter().chain(more).collect();
+        let server = Server::of(|path| spec.write_gguf(path).unwrap(), &args, Tenants::single(None).unwrap(), |_| {});
+        let pool = server.app.opened.places.pool();
+        let whole = 1900_u32.div_ceil(pool.layout().block_tokens());
+        assert!(pool.layout().lets_go() && pool.stats().blocks < whole, "{:?}, {whole}", pool.stats());
+        assert!(together(&server, &questions[6..7]) == wanted[7..8], "{args:?}: alone");
+        assert!(metric(&server, "outcore_kv_blocks_let_go") > 0, "{args:?}");
+        assert!(together(&server, &questions) == wanted, "{args:?}");
+        is_empty(&server);
+    }
+}
+
 /// Others ask again whenever they have an answer, so somebody else is always active unless they are held up.
 #[test]
 fn regression_an_answer_larger_than_what_may_be_active_is_not_passed_for_ever() {
