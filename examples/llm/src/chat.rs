@@ -3,13 +3,14 @@
 use std::io::{self, Write};
 
 use minijinja::value::Kwargs;
-use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
+use minijinja::{Environment, Error as JinjaError, ErrorKind, State, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use regex::{Captures, Regex};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use serde_json::{Map, Value as Json};
 
+use crate::chat_bounds::{Bounded, Charged};
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles, read_json};
 use crate::tokenizer::Tokenizer;
@@ -80,6 +81,12 @@ impl Taken {
 }
 
 impl Turn {
+    /// Bytes of its text.
+    fn bytes(&self) -> usize {
+        let calls = self.calls.iter().map(|call| call.id.len() + call.name.len() + call.arguments.len());
+        self.content.as_ref().map_or(0, String::len) + calls.sum::<usize>()
+    }
+
     /// As templates know it from the `transformers` library.
     fn value(&self, taken: Taken) -> Result<Value> {
         let content = match &self.content {
@@ -132,8 +139,10 @@ impl Formatter for OneLine {
 }
 
 /// The filter `tojson`. Unlike that of web pages, it escapes nothing that JSON does not.
-fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, JinjaError> {
+fn to_json(state: &State<'_, '_>, value: &Value, options: Kwargs) -> std::result::Result<String, JinjaError> {
     const INDENT_MOST: usize = 16;
+    // A character of two bytes becomes six.
+    const ESCAPED_EACH: usize = 3;
     let indent: Option<usize> = options.get("indent")?;
     let ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
@@ -141,7 +150,7 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, JinjaE
         let why = format!("tojson takes an indent of at most {INDENT_MOST}");
         return Err(JinjaError::new(ErrorKind::InvalidOperation, why));
     }
-    let mut out = Vec::new();
+    let mut out = Charged::of(state)?;
     let spaces = " ".repeat(indent.unwrap_or(0));
     let written = match indent {
         None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine)),
@@ -152,7 +161,10 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, JinjaE
     };
     let wrong = |why: String| JinjaError::new(ErrorKind::BadSerialization, why);
     written.map_err(|error| wrong(error.to_string()))?;
-    let text = String::from_utf8(out).map_err(|error| wrong(error.to_string()))?;
+    if ascii == Some(true) {
+        out.charge_each(ESCAPED_EACH)?;
+    }
+    let text = String::from_utf8(out.into_bytes()).map_err(|error| wrong(error.to_string()))?;
     if ascii != Some(true) {
         return Ok(text);
     }
@@ -177,7 +189,7 @@ fn length(value: &Value) -> std::result::Result<usize, JinjaError> {
 /// A model's own template, in the Jinja dialect that Hugging Face tokenizers use.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    template: Bounded,
     source: String,
     bos: String,
     eos: String,
@@ -186,13 +198,20 @@ pub struct ChatTemplate {
 /// The time by Coordinated Universal Time, in the words of `strftime`, as transformers' templates ask for the date.
 fn now(format: &str) -> Result<String, JinjaError> {
     let wrong = |why: String| JinjaError::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?}): {why}"));
+    if format.len() > DATE_MOST {
+        let why = format!("strftime_now takes a format of at most {DATE_MOST} bytes");
+        return Err(JinjaError::new(ErrorKind::InvalidOperation, why));
+    }
     let items = time::format_description::parse_strftime_owned(format).map_err(|e| wrong(e.to_string()))?;
     time::UtcDateTime::now().format(&items).map_err(|e| wrong(e.to_string()))
 }
 
 /// A tag of transformers, which marks what training looks at.
 const GENERATION: &str = r"(?<open>\{%[-+]?)\s*(?<end>end)?generation\s*(?<close>[-+]?%\})";
-const NAME: &str = "chat";
+/// The longest reason that a template may give for refusing a conversation, in characters.
+const REASON_MOST: usize = 1000;
+/// The longest format of a date, in bytes.
+const DATE_MOST: usize = 200;
 /// The most steps of a template. The longest conversations take a small part of that.
 const STEPS_MOST: u64 = 4_000_000;
 
@@ -221,13 +240,14 @@ impl ChatTemplate {
     }
 
     /// A template from its source and the texts of the begin and end tokens.
+    ///
+    /// # Errors
+    /// What is no template, and what has no bound of memory: other templates, calls with `*`, large constants.
     pub fn new(source: String, bos: String, eos: String) -> Result<Self> {
         let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
         environment.set_unknown_method_callback(unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> Result<Value, JinjaError> {
-            Err(JinjaError::new(ErrorKind::InvalidOperation, message))
+        environment.add_function("raise_exception", |message: &str| -> Result<Value, JinjaError> {
+            Err(JinjaError::new(ErrorKind::InvalidOperation, message.chars().take(REASON_MOST).collect::<String>()))
         });
         environment.add_function("strftime_now", now);
         environment.add_filter("tojson", to_json);
@@ -239,8 +259,8 @@ impl ChatTemplate {
             let tag = if tag.name("end").is_some() { "endif" } else { "if true" };
             format!("{open} {tag} {close}")
         });
-        environment.add_template_owned(NAME, known.into_owned()).map_err(|e| Error::format("chat template", e))?;
-        Ok(Self { environment, source, bos, eos })
+        let template = Bounded::new(environment, known.into_owned()).map_err(|e| Error::format("chat template", e))?;
+        Ok(Self { template, source, bos, eos })
     }
 
     /// The prompt for `messages`, with the opening of the assistant's turn where `open_turn` is set.
@@ -251,14 +271,16 @@ impl ChatTemplate {
     /// As [`render`](Self::render), with further variables (`enable_thinking`, say). What a template does not know has
     /// no effect.
     pub fn render_with(&self, messages: &[Message], open_turn: bool, more: &Map<String, Json>) -> Result<String> {
+        let given = messages.iter().map(|m| m.content.len()).sum();
         let messages: Vec<Value> = messages.iter().map(|m| context! { role => m.role, content => m.content }).collect();
-        self.render_values(messages, None, open_turn, more)
+        self.render_values((messages, given), None, open_turn, more)
     }
 
     /// As [`render_with`](Self::render_with), with calls of tools. `tools` is a JSON array of their definitions.
     ///
     /// # Errors
-    /// What is no JSON, and what the template refuses.
+    /// What is no JSON, what the template refuses, and a rendering that takes too many steps, or makes too many bytes
+    /// of texts and lists.
     pub fn render_turns(
         &self,
         turns: &[Turn],
@@ -266,10 +288,11 @@ impl ChatTemplate {
         open_turn: bool,
         more: &Map<String, Json>,
     ) -> Result<String> {
+        let given = turns.iter().map(Turn::bytes).sum::<usize>() + tools.map_or(0, str::len);
         let tools = tools.map(|tools| json("tools", tools)).transpose()?;
         let render = |taken| {
             let turns = turns.iter().map(|turn| turn.value(taken)).collect::<Result<_>>()?;
-            self.render_values(turns, tools.clone(), open_turn, more)
+            self.render_values((turns, given), tools.clone(), open_turn, more)
         };
         let [first, others @ ..] = Taken::ALL;
         let has_calls = turns.iter().any(|turn| turn.content.is_none() || !turn.calls.is_empty());
@@ -279,23 +302,24 @@ impl ChatTemplate {
         })
     }
 
+    /// `given` is how many bytes of text the messages, and the tools, have.
     fn render_values(
         &self,
-        messages: Vec<Value>,
+        (messages, given): (Vec<Value>, usize),
         tools: Option<Value>,
         open_turn: bool,
         more: &Map<String, Json>,
     ) -> Result<String> {
-        let template = self.environment.get_template(NAME).map_err(|e| Error::format("chat template", e))?;
         // A template asks whether there are tools by whether they are defined, or by whether they are none.
         let tools = tools.map_or_else(|| context! {}, |tools| context! { tools });
-        let rendered = template.render(context! {
+        let variables = context! {
             messages,
             add_generation_prompt => open_turn,
             bos_token => self.bos,
             eos_token => self.eos,
             ..context! { ..tools, ..Value::from_serialize(more) }
-        });
+        };
+        let rendered = self.template.render(variables, given);
         rendered.map_err(|error| match error.kind() {
             ErrorKind::OutOfFuel => {
                 let why = format!("it takes more than {STEPS_MOST} steps: shorten the conversation");
@@ -368,6 +392,10 @@ mod tests {
         assert!(parts.len() == 3 && parts[0] > 2000 && (1..=12).contains(&parts[1]) && year.len() == 10, "{year}");
         let error = template("{{ strftime_now('%') }}").render(&[], true).unwrap_err().to_string();
         assert!(error.contains("strftime_now"), "{error}");
+        let error = template("{{ strftime_now('%Y' * 200) }}").render(&[], true).unwrap_err().to_string();
+        assert!(error.contains("200 bytes"), "{error}");
+        let error = template("{{ raise_exception('a' * 5000) }}").render(&[], true).unwrap_err().to_string();
+        assert!(error.contains("aaa") && error.len() < 1100, "{}", error.len());
     }
 
     #[test]
@@ -412,6 +440,206 @@ mod tests {
         let one = |source| template(source).render_turns(&[], Some(tools), true, &serde_json::Map::new());
         assert_eq!(one("{{ tools | tojson }}").unwrap(), "[\"\u{fc}\u{1f600}\"]");
         assert_eq!(one("{{ tools | tojson(ensure_ascii=true) }}").unwrap(), tools);
+    }
+
+    /// Each would take gigabytes, but for the bounds.
+    #[test]
+    fn a_template_that_makes_too_much_is_given_up() {
+        let repeated = |start: &str, step: &str, end: &str| {
+            format!("{{% set ns = namespace(s={start}) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{end}")
+        };
+        let set = |expression: &str| format!("{{% set ns.s = {expression} %}}");
+        let long = "{% set a = 'abcdefgh' * 100000 %}";
+        let grows = [
+            repeated("'ab'", &set("ns.s ~ ns.s"), ""),
+            repeated("'ab'", &set("ns.s + ns.s"), ""),
+            repeated("'ab'", &set("ns.s * 2"), ""),
+            repeated("'ab'", &set("2 * ns.s"), ""),
+            repeated("'ab'", &set("ns.s.replace('a', ns.s)"), ""),
+            repeated("'ab'", &set("ns.s | replace('a', ns.s)"), ""),
+            repeated("'ab'", &set("[ns.s, ns.s] | join"), ""),
+            repeated("'ab'", &set("[ns.s, ns.s] | join(ns.s)"), ""),
+            repeated("'ab'", &set("ns.s.join([ns.s, ns.s])"), ""),
+            repeated("'ab'", &set("'%s%s' | format(ns.s, ns.s)"), ""),
+            repeated("'ab'", &set("'{0}{0}'.format(ns.s)"), ""),
+            repeated("'ab'", &set("[ns.s, ns.s] | string"), ""),
+            repeated("'ab'", &set("[ns.s, ns.s] | tojson"), ""),
+            repeated("'ab'", &set("[[ns.s], [ns.s]] | map('join') | map('string') | join"), ""),
+            repeated("'ab'", "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}", ""),
+            repeated("'ab'", "{% macro m(t) %}{{ t }}{{ t }}{% endmacro %}{% set ns.s = m(ns.s) %}", ""),
+            repeated(
+                "'ab'",
+                "{% set x %}{% filter upper %}{{ ns.s }}{{ ns.s }}{% endfilter %}{% endset %}\
+                              {% set ns.s = x %}",
+                "",
+            ),
+            repeated("[1]", &set("ns.s + ns.s"), ""),
+            repeated("[1]", &set("ns.s * 2"), ""),
+            repeated("[1]", &set("(ns.s + ns.s) | list"), ""),
+            "{% set l = [1] %}{{ (l * 99999999999) | list }}".to_owned(),
+            "{% set l = [1] %}{{ (l * 99999999999) in 'abc' }}".to_owned(),
+            "{% set l = [1] %}{{ [l * 99999999999] | select('in', 'abc') | list }}".to_owned(),
+            format!("{long}{{% set b = [a] * 100000 %}}{{{{ b }}}}"),
+            format!("{long}{{% set b = [a] * 100000 %}}{{{{ b | tojson }}}}"),
+            format!("{long}{{% set b = [a] * 100000 %}}{{{{ b | join }}}}"),
+            format!("{long}{{% set b = [a] * 100000 %}}{{{{ b in 'abc' }}}}"),
+            format!("{long}{{{{ a | replace('', a) }}}}"),
+            format!("{long}{{{{ a | list }}}}{{{{ a.replace('a', '\n') | indent(1000000) }}}}"),
+            "{{ 'a' | indent(99999999999) }}".to_owned(),
+            "{% set a = 'a b' %}{{ a * 30000000 }}".to_owned(),
+            format!("{{% for i in range(90000) %}}{}{{% endfor %}}", "text ".repeat(1000)),
+            format!("{{% set x %}}{{% for i in range(90000) %}}{}{{% endfor %}}{{% endset %}}", "text ".repeat(1000)),
+            format!(
+                "{long}{{% set n = namespace(l=[]) %}}{{% for i in range(9999) %}}{{% set n.l = n.l + [a.upper()] %}}\
+                     {{% endfor %}}"
+            ),
+            format!("{long}{{% for i in range(9999) %}}{{{{ a.split('a') | length }}}}{{% endfor %}}"),
+            format!(
+                "{long}{{% autoescape true %}}{{% for i in range(99) %}}{{{{ a }}}}{{% endfor %}}{{% endautoescape %}}"
+            ),
+        ];
+        for source in &grows {
+            let error = template(source).render(&[], true).unwrap_err().in_full();
+            assert!(error.contains("67108864 bytes of texts and lists"), "{source}: {error}");
+            assert!(error.contains("chat template") && error.contains("shorten"), "{source}: {error}");
+        }
+    }
+
+    /// They are dropped, compared and written by recursion, and those in a circle are never dropped.
+    #[test]
+    fn values_of_a_template_are_neither_deep_nor_in_a_circle() {
+        let repeated =
+            |step: &str| format!("{{% set ns = namespace(s=[]) %}}{{% for i in range(90000) %}}{step}{{% endfor %}}");
+        let bad = [
+            (repeated("{% set ns.s = [ns.s] %}"), "160 levels"),
+            (repeated("{% set ns.s = {'a': ns.s} %}"), "160 levels"),
+            (repeated("{% set ns.s = dict(a=ns.s) %}"), "160 levels"),
+            (repeated("{% set ns.s = [ns.s, ns.s] %}"), "4194304 values"),
+            ("{% set a = [] %}".to_owned() + &"{% set a = [a] %}".repeat(1000), "160 levels"),
+            ("{% set ns = namespace() %}{% set ns.a = ns %}".to_owned(), "a namespace keeps"),
+            ("{% set ns = namespace() %}{% set ns.a = [ns] %}".to_owned(), "a namespace keeps"),
+            ("{% set ns = namespace(b=1) %}{% set ns.a = [ns.keys()] %}".to_owned(), "a namespace keeps"),
+            ("{% set ns = namespace(b=1) %}{% set ns.a = {'x': ns.items()} %}".to_owned(), "a namespace keeps"),
+            ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".to_owned(), "recursion"),
+            ("{% macro m(d) %}{{ d.m(d) }}{% endmacro %}{{ m({'m': m}) }}".to_owned(), "recursion"),
+        ];
+        for (source, why) in &bad {
+            let error = template(source).render(&[], true).unwrap_err().in_full();
+            assert!(error.contains(why), "{source:.200}: {error}");
+        }
+        let keys = "{% set ns = namespace(b=1) %}{% set ns.a = ns.keys() %}{{ ns.a | join }}";
+        assert_eq!(template(keys).render(&[], true).unwrap(), "b");
+    }
+
+    #[test]
+    fn a_template_without_bounds_is_refused() {
+        let of = |source: &str| ChatTemplate::new(source.to_owned(), String::new(), String::new());
+        let constants = format!("{{{{ {} }}}}", vec!["('a' * 10 ** 8)"; 100].join(" ~ "));
+        let bad = [
+            (constants, "constants"),
+            ("{{ 'a' * 99999999 }}".to_owned(), "constants"),
+            ("{{ ['a' * 1000] * 1000 * 1000 }}".to_owned(), "constants"),
+            (format!("{{{{ {} }}}}", vec!["a"; 600].join(" ~ ")), "1000 words"),
+            (format!("{{{{ {}a{} }}}}", "(".repeat(400), ")".repeat(400)), "recursion"),
+            (format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(600)), "500 times 'elif'"),
+            ("a".repeat(300_000), "262144"),
+            ("{{ f(*a) }}".to_owned(), "a call with '*'"),
+            ("{{ dict(**a) }}".to_owned(), "a call with '*'"),
+            ("{% include 'chat' %}".to_owned(), "another template"),
+            ("{% extends 'chat' %}".to_owned(), "another template"),
+            ("{% import 'chat' as c %}".to_owned(), "another template"),
+            ("{{ 1 in a in b }}".to_owned(), "chain"),
+        ];
+        for (source, why) in &bad {
+            let error = of(source).unwrap_err().in_full();
+            assert!(error.contains(why) && error.contains("chat template"), "{source:.200}: {error}");
+        }
+        let filters = [
+            ("{{ 'a' | pprint }}", "pprint"),
+            ("{{ ['abc'] | map('batch', 1) }}", "batch"),
+            ("{{ [[1]] | sum }}", "sum"),
+            ("{{ '%99999d' | format(1) }}", "4 digits"),
+            ("{{ '%.99999f' | format(1) }}", "4 digits"),
+            ("{{ '{:>99999}'.format(1) }}", "4 digits"),
+            ("{{ debug() }}", "debug"),
+            ("{{ '(concat)' | map('(concat)') }}", "(concat)"),
+        ];
+        for (source, why) in filters {
+            let error = of(source).unwrap().render(&[], true).unwrap_err().in_full();
+            assert!(error.contains(why), "{source}: {error}");
+        }
+    }
+
+    /// Every kind of instruction whose place the charges change.
+    #[test]
+    fn what_a_template_says_does_not_change_with_the_bounds() {
+        let cases = [
+            ("{{ 1 + 2 * 3 - 4 }}{{ 'a' ~ 1 ~ none }}{{ 'a' + 'b' }}{{ [1] + [2] }}", "3a1Noneab[1, 2]"),
+            (
+                "{{ 7 - 2 }}{{ 2 * 'ab' }}{{ 'ab' * 2 }}{{ [0] * 2 }}{{ 2 ** 3 }}{{ 7 // 2 }}{{ 7 % 4 }}",
+                "5abababab[0, 0]833",
+            ),
+            (
+                "{{ 'a' in 'abc' }}{{ 1 in [2] }}{{ 1 not in [2] }}{{ 'a' in {'a': 1} }}{{ 'b' is in ['b'] }}",
+                "TrueFalseTrueTrueTrue",
+            ),
+            ("{{ 1 < 2 < 3 }}{{ 'x' if 1 in [1] and not 2 in [1] else 'y' }}", "Truex"),
+            (
+                "{% for a, b in {'x': 1, 'y': 2} | items if b > 1 %}{{ loop.index }}{{ a }}{{ b }}{% else %}-{% endfor %}",
+                "1y2",
+            ),
+            (
+                "{% for a in [] %}{% else %}none{% endfor %}{% for a in [1, 2, 3] %}{% if a == 2 %}{% continue %}{% endif %}\
+              {{ a }}{{ loop.cycle('p', 'q') }}{% endfor %}",
+                "none1p3p",
+            ),
+            (
+                "{% for a in [1, [2, [3]]] recursive %}{% if a is sequence %}({{ loop(a) }}){% else %}{{ a }}{% endif %}\
+              {% endfor %}",
+                "1(2(3))",
+            ),
+            (
+                "{% macro m(a, b='d', c=none) %}[{{ a }}{{ b }}{{ c }}{{ caller() if caller else '' }}]{% endmacro %}\
+              {{ m(1) }}{{ m(1, c=2) }}{% call m(3) %}in{% endcall %}",
+                "[1dNone][1d2][3dNonein]",
+            ),
+            (
+                "{% macro f(n) %}{% if n > 0 %}{{ n }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(3) | length }}{{ f(3) }}",
+                "3321",
+            ),
+            (
+                "{% set ns = namespace(a=1, l=[]) %}{% for i in range(3) %}{% set ns.a = ns.a + i %}\
+              {% set ns.l = ns.l + [i] %}{% endfor %}{{ ns.a }}{{ ns.l }}{{ ns.l[1:] }}{{ ns.l[::-1] }}",
+                "4[0, 1, 2][1, 2][2, 1, 0]",
+            ),
+            (
+                "{% set x %}a{{ 1 }}<{% endset %}{{ x }}{% filter upper %}b{{ x }}{% endfilter %}{% with y = 2 %}{{ y }}{% endwith %}",
+                "a1<BA1<2",
+            ),
+            ("{% block b %}in{{ 1 }}{% endblock %}{{ self.b() }}", "in1in1"),
+            (
+                "{{ 'a-b'.split('-') | length }}{{ ' a '.strip() }}{{ 'ab'.replace('a', 'c') }}{{ ','.join(['x', 'y']) }}{{ {'k': 1}.get('k') }}\
+              {{ '%s-%d' | format('a', 3) }}{{ '{}{:>3}'.format(1, 2) }}",
+                "2acbx,y1a-31  2",
+            ),
+            (
+                "{{ 'Ab' | lower }}{{ ['a', 'b'] | join(', ') }}{{ [{'r': 1}, {'r': 2}] | map(attribute='r') | list }}\
+              {{ ['a'] | map('upper') | first }}{{ [1, 2] | select('in', [2]) | list }}{{ [3, 1] | sort }}",
+                "aba, b[1, 2]A[2][1, 3]",
+            ),
+            (
+                "{{ [{'r': 'x'}, {'r': 'y'}] | selectattr('r', 'equalto', 'y') | list | length }}{{ none | default('d', true) }}\
+              {{ 'a\nb' | indent(2) }}{{ 'x' | replace('x', 'yy') }}",
+                "1da\n  byy",
+            ),
+            ("  {% if true %}\n  a\n  {% endif %}\n {{- 'b' -}} \n c", "  a\nbc"),
+            ("{% autoescape true %}<{{ '<' }}{% endautoescape %}{{ '<' }}", "<&lt;<"),
+            ("{{ messages[0]['content'][0:3] }}{{ messages | length }}{{ nothing is defined }}", "hel1False"),
+        ];
+        for (source, wanted) in cases {
+            let text = template(source).render(&[Message::new("user", "hello")], true);
+            assert_eq!(text.map_err(|error| error.in_full()).as_deref(), Ok(wanted), "{source}");
+        }
     }
 
     #[test]

@@ -44,6 +44,7 @@ mod arrivals;
 mod block_attention;
 pub mod budget;
 mod chat;
+mod chat_bounds;
 mod config;
 // What computes on a GPU is chosen by file; everything above sees the same names.
 #[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
