@@ -67,6 +67,7 @@ pub struct Grammars {
     compiling: Arc<Semaphore>,
     room: Arc<Semaphore>,
     places: usize,
+    compile_time: Duration,
 }
 
 impl fmt::Debug for Grammars {
@@ -274,7 +275,16 @@ impl Grammars {
             compiling: Arc::new(Semaphore::new(1)),
             room: Arc::new(Semaphore::new(places)),
             places,
+            compile_time: COMPILE_TIME,
         }
+    }
+
+    /// Sets how long compiling may take, and before that, waiting for others: 10 s, but for tests; and the bytes of
+    /// memory for all grammars. None may be in use.
+    pub fn set_limits(&mut self, compile_time: Duration, bytes: usize) {
+        self.compile_time = compile_time;
+        self.places = (bytes / ANSWER_BYTES).max(COMPILING);
+        self.room = Arc::new(Semaphore::new(self.places));
     }
 
     /// Compiles the grammar that the field `param` has, for each of `answers` answers.
@@ -295,7 +305,7 @@ impl Grammars {
             );
             return Err(ApiError::invalid(message).param("n").code("invalid_value"));
         }
-        let deadline = tokio::time::Instant::now() + COMPILE_TIME;
+        let deadline = tokio::time::Instant::now() + self.compile_time;
         let permits = u32::try_from(answers.max(COMPILING)).unwrap_or(u32::MAX);
         let room = tokio::time::timeout_at(deadline, self.room.clone().acquire_many_owned(permits)).await;
         let Ok(Ok(room)) = room else {
@@ -321,8 +331,9 @@ impl Grammars {
             },
         )?;
         // Waiting for others is not held against it.
-        let deadline = tokio::time::Instant::now() + COMPILE_TIME;
-        let late = || too_complex(param, &format!("compiling it did not end within {} s", COMPILE_TIME.as_secs()));
+        let deadline = tokio::time::Instant::now() + self.compile_time;
+        let seconds = self.compile_time.as_secs_f64();
+        let late = || too_complex(param, &format!("compiling it did not end within {seconds} s"));
         let (tell, told) = oneshot::channel();
         let grammars = self.clone();
         let work = move || {

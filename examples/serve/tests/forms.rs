@@ -5,9 +5,14 @@
 
 mod support;
 
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use outcore_serve::grammar::{ANSWER_BYTES, Source};
+use outcore_serve::http::App;
 use outcore_serve::tenants::Tenants;
 use serde_json::{Map, Value, json};
-use support::{Answer, Server};
+use support::{Answer, PATIENCE, Server, small};
 
 const CHAT: &str = "/v1/chat/completions";
 const INVALID: &str = "invalid_request_error";
@@ -144,6 +149,104 @@ fn answers_of_a_form_are_the_same_with_drafts_and_in_company() {
     assert_eq!(text(&together.post(CHAT, all.last().unwrap())), *wanted.last().unwrap());
     assert!(together.metric("outcore_accepted_tokens_total{by=\"lookup\"}") > before, "no draft of a form was right");
     together.assert_nothing_is_held();
+}
+
+/// How many answers are written together.
+const BATCH: usize = 64;
+
+/// Lets that many answers of a given form be written at once, however much memory the machine has.
+fn with_room(app: &mut App) {
+    let grammars = Arc::get_mut(&mut app.opened.grammars).unwrap();
+    grammars.set_limits(PATIENCE, (BATCH + 2) * ANSWER_BYTES);
+}
+
+/// What all choices of an answer say.
+#[track_caller]
+fn all_said(answer: &Answer) -> Vec<String> {
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let choices = answer.json()["choices"].as_array().unwrap().clone();
+    choices.iter().for_each(|choice| assert_eq!(choice["finish_reason"], "stop", "{choice}"));
+    choices.iter().map(|choice| choice["message"]["content"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn sixty_four_answers_of_a_form_are_the_same_together_with_drafts_of_both_kinds() {
+    let same = json!({ "type": "array", "minItems": 3, "maxItems": 3, "items": { "const": "again" } });
+    let mut schemas = schemas();
+    schemas[2] = (same, |value| value == &json!(["again", "again", "again"]));
+    let request = |nth: usize| {
+        let more = json!({ "seed": nth, "temperature": nth % 2 });
+        body(&schema(&schemas[nth % 3].0), more).to_string()
+    };
+    let all: Vec<String> = (0..BATCH).map(request).collect();
+    // One request whose answers begin, and mostly go on, in the same passes.
+    let wide = body(&schema(&schemas[2].0), json!({ "n": BATCH, "seed": 5, "max_tokens": 500 })).to_string();
+    let alone = Server::with(&["--concurrency", "1"], Tenants::single(None).unwrap(), with_room);
+    let wanted: Vec<String> = all.iter().map(|body| all_said(&alone.post(CHAT, body)).remove(0)).collect();
+    for (nth, text) in wanted.iter().enumerate() {
+        let value = serde_json::from_str(text).unwrap();
+        assert!(schemas[nth % 3].1(&value), "{value} for {}", schemas[nth % 3].0);
+    }
+    let wanted_wide = all_said(&alone.post(CHAT, &wide));
+    assert_eq!(wanted_wide.len(), BATCH);
+    let folder = tempfile::tempdir().unwrap();
+    let draft = folder.path().join("draft.gguf");
+    small().write_gguf(&draft).unwrap();
+    for (more, by) in [(["--speculate"].as_slice(), "lookup"), (&["--draft-model", draft.to_str().unwrap()], "model")] {
+        let args: Vec<&str> = ["--concurrency", "64"].into_iter().chain(more.iter().copied()).collect();
+        let together = Server::with(&args, Tenants::single(None).unwrap(), with_room);
+        std::thread::scope(|scope| {
+            let together = &together;
+            let ask = |body| scope.spawn(move || all_said(&together.post(CHAT, body)).remove(0));
+            let asked: Vec<_> = all.iter().map(ask).collect();
+            for (nth, (answer, wanted)) in asked.into_iter().zip(&wanted).enumerate() {
+                assert_eq!(&answer.join().unwrap(), wanted, "{by}: {}", all[nth]);
+            }
+        });
+        let passes = || ["outcore_pass_tokens_total", "outcore_passes_total"].map(|name| together.metric(name));
+        let before = passes();
+        assert_eq!(all_said(&together.post(CHAT, &wide)), wanted_wide, "{by}");
+        let [tokens, count] = std::array::from_fn(|nth| passes()[nth] - before[nth]);
+        assert!(tokens > count * BATCH as u64 / 4, "{by}: {tokens} tokens in {count} passes");
+        // Whether drafts pay goes by the time that passes take, so one answer may have none.
+        let accepted = || together.metric(&format!("outcore_accepted_tokens_total{{by=\"{by}\"}}"));
+        let until = Instant::now() + PATIENCE;
+        while accepted() == 0 {
+            assert!(Instant::now() < until, "{by}: no draft of a form was right");
+            assert_eq!(all_said(&together.post(CHAT, &all[2]))[0], wanted[2], "{by}");
+        }
+        together.assert_nothing_is_held();
+    }
+}
+
+#[test]
+fn a_grammar_that_takes_too_long_to_compile_is_refused_with_the_limit() {
+    let server = Server::with(&[], Tenants::single(None).unwrap(), |app| {
+        let grammars = Arc::get_mut(&mut app.opened.grammars).unwrap();
+        grammars.set_limits(Duration::from_millis(250), 4 * ANSWER_BYTES);
+    });
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    // It is compiled until this is dropped.
+    let (end, ended) = mpsc::channel::<()>();
+    let endless = Source::Rules(Box::new(move |_| {
+        let _ = ended.recv();
+        Ok("start: \"a\"".to_owned())
+    }));
+    let error = runtime.block_on(server.app.opened.grammars.compile(endless, SCHEMA, 1)).unwrap_err();
+    assert_eq!(error.status, 400, "{error}");
+    assert!(error.message.contains("too complex: compiling it did not end within 0.25 s"), "{error}");
+    assert_eq!((error.param.as_deref(), error.code), (Some(SCHEMA), Some("invalid_value")), "{error}");
+    // Others wait for it, as long as they would wait for their own.
+    let short = body(&schema(&json!({ "const": "a" })), json!({})).to_string();
+    let message = server.post(CHAT, &short).assert_error(503, "server_error", None, Some("service_unavailable"));
+    assert!(message.contains("Other grammars are being compiled"), "{message}");
+    drop(end);
+    // Theirs may take too long as well, where the machine is busy.
+    let until = Instant::now() + PATIENCE;
+    while server.post(CHAT, &short).status != 200 {
+        assert!(Instant::now() < until, "nothing is compiled any more");
+    }
+    server.assert_nothing_is_held();
 }
 
 /// Schemas that cannot be used, and a part of what is said about each.
