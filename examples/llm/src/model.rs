@@ -598,7 +598,7 @@ type Job<'a, 'b> = (usize, &'a mut Session, Operands<'b>, Result<Vec<f32>>);
 enum Keys {
     /// Of each layer, in memory of their own.
     Plain(Vec<Cache>),
-    Paged(PagedKeys),
+    Paged(Box<PagedKeys>),
 }
 
 /// One sequence of tokens being read or written: positions, keys and values.
@@ -633,13 +633,13 @@ impl Session {
         let capacity = model.config().context;
         let len = keys.sequence().len() as usize;
         keys.check(model.config(), &[KvType::F32])?;
-        Ok(Self { model, keys: Keys::Paged(keys), capacity, len, last: PassTime::default() })
+        Ok(Self { model, keys: Keys::Paged(Box::new(keys)), capacity, len, last: PassTime::default() })
     }
 
     /// Another session with the same tokens, which shares their keys and values. `None` if they are in no pool.
     pub fn fork(&mut self) -> Option<Self> {
         let Self { model, keys: Keys::Paged(keys), capacity, len, .. } = self else { return None };
-        let (model, keys) = (model.clone(), Keys::Paged(keys.fork()));
+        let (model, keys) = (model.clone(), Keys::Paged(Box::new(keys.fork())));
         Some(Self { model, keys, capacity: *capacity, len: *len, last: PassTime::default() })
     }
 

@@ -157,9 +157,12 @@ fn answers_of_any_architecture_are_the_same_alone_and_in_any_company() {
     }
 }
 
+/// So many questions, of a seed.
+type Questions = fn(usize, u64) -> Vec<Question>;
+
 /// A small model of an architecture, and questions whose answers have to make room for each other. Of Gemma 3 five
 /// layers see 20 tokens, beside one that sees all. In Phi-3 all layers have the window: here the whole context.
-fn of_any(arch: Arch) -> (Spec, fn(usize, u64) -> Vec<Question>) {
+fn of_any(arch: Arch) -> (Spec, Questions) {
     let experts = Spec::small(arch, WeightType::Q8_0).experts;
     let spec = Spec { arch, experts, ..small() };
     match arch {
@@ -170,7 +173,7 @@ fn of_any(arch: Arch) -> (Spec, fn(usize, u64) -> Vec<Question>) {
     }
 }
 
-fn same_in_any_company(spec: &Spec, questions: fn(usize, u64) -> Vec<Question>, count: usize) {
+fn same_in_any_company(spec: &Spec, questions: Questions, count: usize) {
     let seed = std::env::var("OUTCORE_SEED").map_or(1, |seed| seed.parse().unwrap());
     let questions = questions(count, seed);
     let wanted = alone(spec, &questions);

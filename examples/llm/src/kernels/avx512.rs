@@ -732,13 +732,13 @@ fn add_block<const KIND: u32, const G: usize>(w: &Tile, y: [&Q8Lanes; G], acc: &
 fn terms<const KIND: u32, const G: usize>(w: &Tile, y: [&Q8Lanes; G]) -> [[__m512; ROWS]; G] {
     let zero = _mm512_setzero_si512();
     let products = |words: std::ops::Range<usize>, start: [__m512i; G]| {
-        let mut p = start.map(|start| [start; ROWS]);
+        let mut p = [start; ROWS];
         for i in words {
             let yi = y.map(|y| load(&y.q[i]));
-            for r in 0..ROWS {
-                let w = _mm512_set1_epi32(word(&w.w[r], 4 * i));
-                for g in 0..G {
-                    p[g][r] = _mm512_dpbusd_epi32(p[g][r], w, yi[g]);
+            for (p, w) in p.iter_mut().zip(&w.w) {
+                let w = _mm512_set1_epi32(word(w, 4 * i));
+                for (p, yi) in p.iter_mut().zip(yi) {
+                    *p = _mm512_dpbusd_epi32(*p, w, yi);
                 }
             }
         }
@@ -751,8 +751,8 @@ fn terms<const KIND: u32, const G: usize>(w: &Tile, y: [&Q8Lanes; G]) -> [[__m51
         for g in 0..G {
             for r in 0..ROWS {
                 let [first, second] = w.sixteen[r].map(|s| _mm512_set1_ps(s));
-                let p = _mm512_mul_ps(first, _mm512_cvtepi32_ps(a[g][r]));
-                let p = _mm512_fmadd_ps(second, _mm512_cvtepi32_ps(b[g][r]), p);
+                let p = _mm512_mul_ps(first, _mm512_cvtepi32_ps(a[r][g]));
+                let p = _mm512_fmadd_ps(second, _mm512_cvtepi32_ps(b[r][g]), p);
                 out[g][r] = _mm512_mul_ps(_mm512_set1_ps(w.d[r]), p);
             }
         }
@@ -767,7 +767,7 @@ fn terms<const KIND: u32, const G: usize>(w: &Tile, y: [&Q8Lanes; G]) -> [[__m51
     let p = products(0..8, start);
     for g in 0..G {
         for r in 0..ROWS {
-            let (d, p) = (_mm512_set1_ps(w.d[r]), _mm512_cvtepi32_ps(p[g][r]));
+            let (d, p) = (_mm512_set1_ps(w.d[r]), _mm512_cvtepi32_ps(p[r][g]));
             out[g][r] = match KIND {
                 Q4_0 | Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => _mm512_mul_ps(d, p),
                 _ => {

@@ -42,9 +42,9 @@ fn silu_plainly(gate: &mut [f32], up: &[f32]) {
 #[inline(always)]
 fn gelu_plainly(gate: &mut [f32], up: &[f32]) {
     gate.iter_mut().zip(up).for_each(|(g, u)| {
-        let inner = 0.797_884_56 * (*g + 0.044_715 * *g * *g * *g);
-        // `1 + tanh(inner)`.
-        *g *= (1.0 - 1.0 / (exp(2.0 * inner) + 1.0)) * u;
+        let inner = 0.797_884_6 * (*g + 0.044_715 * *g * *g * *g);
+        // `(1 + tanh(x)) / 2` is the sigmoid of `2 x`.
+        *g = *g / (1.0 + exp(-2.0 * inner)) * u;
     });
 }
 

@@ -92,7 +92,10 @@ impl Server {
         let folder = tempfile::tempdir().unwrap();
         let model = folder.path().join(format!("{MODEL}.gguf"));
         write(&model);
-        let args = ["serve", "--model", model.to_str().unwrap(), "--kv-space", "16MiB", "--threads", "1"];
+        let mut args = vec!["serve", "--model", model.to_str().unwrap(), "--threads", "1"];
+        if !more.contains(&"--kv-space") {
+            args.extend(["--kv-space", "16MiB"]);
+        }
         let args = Args::parse_from(args.into_iter().chain(more.iter().copied()));
         let opened = open(&args, &tenants).unwrap_or_else(|error| panic!("{}", error.in_full()));
         let mut app = App::new(&args, opened, tenants);
