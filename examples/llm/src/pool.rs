@@ -233,8 +233,8 @@ impl<'a, T> Columns<'a, T> {
     /// When the matrix has fewer rows.
     pub fn row(&mut self, nth: usize) -> &mut [T] {
         assert!(nth < self.rows, "row {nth} of {}", self.rows);
-        // SAFETY: the row and the columns are within the matrix, which stays mutably borrowed for `'a`. Others have other
-        // columns of it only (`Pool::run_columns`).
+        // SAFETY: the row and the columns are within the matrix, which stays mutably borrowed for `'a`. Others have
+        // other columns of it only (`Pool::run_columns`).
         unsafe {
             std::slice::from_raw_parts_mut(self.base.add(nth * self.stride + self.columns.start), self.columns.len())
         }

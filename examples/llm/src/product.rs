@@ -53,8 +53,8 @@ impl Product<'_> {
         }
     }
 
-    /// The products of `columns.len()` rows, of which the first is the tensor's row `first`, by all threads of `pool`: in
-    /// these columns of `out`, whose rows belong to vectors and have `n` elements.
+    /// The products of `columns.len()` rows, of which the first is the tensor's row `first`, by all threads of `pool`:
+    /// in these columns of `out`, whose rows belong to vectors and have `n` elements.
     pub fn by_vector(
         &self,
         pool: &Pool,

@@ -676,8 +676,8 @@ fn unpack<const KIND: u32>(row: &[u8], tile: &mut [Tile], r: usize) {
     }
 }
 
-/// Four rows with `G` times sixteen vectors, which share the loads of weights. Meanwhile, the bytes that will be unpacked
-/// next are fetched.
+/// Four rows with `G` times sixteen vectors, which share the loads of weights. Meanwhile, the bytes that will be
+/// unpacked next are fetched.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn many<const KIND: u32, const G: usize>(

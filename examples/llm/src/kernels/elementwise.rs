@@ -13,8 +13,8 @@ const ROUNDER: f32 = 12_582_912.0;
 
 /// `e^x` within two units of the last place. NaN stays NaN.
 ///
-/// With `n = round(x / ln 2)`, `e^x = 2^n * e^r`, where `|r| <= ln 2 / 2` and `ln 2` is subtracted in two parts (Cody and
-/// Waite, "Software manual for the elementary functions", 1980). The polynomial is the one of Cephes' `expf`.
+/// With `n = round(x / ln 2)`, `e^x = 2^n * e^r`, where `|r| <= ln 2 / 2` and `ln 2` is subtracted in two parts (Cody
+/// and Waite, "Software manual for the elementary functions", 1980). The polynomial is the one of Cephes' `expf`.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     let within = x.clamp(LOWEST, HIGHEST);
