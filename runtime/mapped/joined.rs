@@ -52,6 +52,7 @@ pub fn join(
             return Ok((model, file));
         }
     }
+    let outline = if options.is_announced() { Arc::new(outline.without_order()) } else { outline };
     let model = Arc::new(Model::new(runtime, core.page(), outline, private, options)?);
     model.join(file, bytes);
     models.live.push(Arc::downgrade(&model));
@@ -123,7 +124,7 @@ fn join_in_turn(
     let members = Arc::new(Members::new(row, core.page()));
     let pass = used.div_ceil(of_pass.max(1)).max(1);
     let told_by = Order::InTurn { pass: was_seen.then_some(pass) };
-    let uses = Arc::new(Uses::new(runtime, &members, (header, told_by), used, place)?);
+    let uses = Arc::new(Uses::new(runtime.walker()?, &members, (header, told_by), used, place));
     let mut file = 0;
     for model in &all {
         for (number, bytes) in model.members.mapped() {

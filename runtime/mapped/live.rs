@@ -3,6 +3,7 @@
 //!
 //! All of it is bounded, however large the files are and however long the process runs.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use outcore::{Bytes, Runtime, Stats};
@@ -110,6 +111,16 @@ impl Counts {
     pub fn mean_rate(&self) -> Option<f64> {
         (self.at > 0.0).then(|| self.read_bytes as f64 / self.at)
     }
+}
+
+/// Touches that nobody announced.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Touches {
+    /// How many there were.
+    pub count: u64,
+    /// The bytes of the file that were touched last, as offsets; the latest is the last. The kernel may tell of the
+    /// page only, of which it then is the first byte.
+    pub last: VecDeque<u64>,
 }
 
 /// What of some bytes of a file is in memory.

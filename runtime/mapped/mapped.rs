@@ -16,10 +16,11 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
+use outcore::dlpack::DlpackView;
 use outcore::format;
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{
-    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, RuntimeBuilder, Tensor, Tier,
+    Bytes, DType, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, RuntimeBuilder, Tensor, Tier,
 };
 use parking_lot::Mutex;
 
@@ -53,6 +54,9 @@ const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Bytes of experts that the disk is asked for at a time.
 const IN_FLIGHT: u64 = 8 << 20;
 
+/// Touches that are remembered where uses are announced.
+const TOUCHES_MOST: usize = 256;
+
 /// Faults between looks at whether the walker follows an order.
 const LOOK: u64 = 32;
 
@@ -78,6 +82,8 @@ struct Pages {
     /// The whole file.
     bytes: Tensor,
     page: u64,
+    /// What [`Mapped::touches`] says.
+    touches: Mutex<live::Touches>,
     failure: Mutex<Option<Error>>,
     tell: OnceLock<fn(&Error)>,
     private: bool,
@@ -112,8 +118,11 @@ impl Pages {
         Some(Request { pages: offsets, writes: false, pins })
     }
 
-    /// There is a fault on this page, of an expert or not.
-    fn count_fault(&self, page: u32, of_expert: bool) {
+    /// There is a fault on this page, of an expert or not, because this byte was touched.
+    fn count_fault(&self, page: u32, of_expert: bool, offset: u64) {
+        if self.model.options.is_announced() {
+            return self.touches.lock().add(offset);
+        }
         let faults = self.model.faults.fetch_add(1, Ordering::Relaxed);
         if faults % LOOK == LOOK - 1 {
             self.model.count_frames(&self.runtime);
@@ -173,11 +182,21 @@ impl Pages {
     }
 }
 
+impl live::Touches {
+    fn add(&mut self, offset: u64) {
+        self.count += 1;
+        if self.last.len() == TOUCHES_MOST {
+            self.last.pop_front();
+        }
+        self.last.push_back(offset);
+    }
+}
+
 impl Handler for Pages {
     fn requests(&self, offset: u64) -> Vec<Request> {
         let page = self.number(offset);
         let expert = self.experts.at(offset);
-        self.count_fault(page, expert.is_some());
+        self.count_fault(page, expert.is_some(), offset);
         let mut requests = Vec::from_iter(self.request(&[page], expert.is_some(), true));
         // A pin of several pages would wait for those that are written.
         if let Some(expert) = expert.filter(|_| !self.private) {
@@ -198,7 +217,7 @@ impl Handler for Pages {
     fn request_to_write(&self, offset: u64) -> Option<Request> {
         let page = self.number(offset);
         let of_expert = self.experts.at(offset).is_some();
-        self.count_fault(page, of_expert);
+        self.count_fault(page, of_expert, offset);
         let (tensor, this) = (self.model.members.run(page..page + 1)?, self.own.upgrade()?);
         let pins = Box::pin(async move {
             let part = this.model.part();
@@ -218,6 +237,9 @@ impl Handler for Pages {
 
     fn hides(&self, page: u64) -> bool {
         let number = self.number(page);
+        if self.model.options.is_announced() {
+            return false;
+        }
         if self.experts.at(page).is_some() {
             return !self.model.is_told() && self.model.firsts.contains(&number);
         }
@@ -477,7 +499,8 @@ impl Mapped {
         let (model, file) = joined::join(runtime, &core, (path, found), &bytes, private, options)?;
         model.frames.store(frames as usize, Ordering::Relaxed);
         let tensors = model.outline.tensors(file);
-        let experts = Experts::of(tensors.iter().copied());
+        let announced = options.is_announced();
+        let experts = if announced { Experts::default() } else { Experts::of(tensors.iter().copied()) };
         let layers = Layers::of(&tensors, &experts);
         drop(tensors);
         let pages = Arc::new_cyclic(|own| Pages {
@@ -495,6 +518,7 @@ impl Mapped {
             touched: AtomicU64::new(0),
             bytes,
             page,
+            touches: Mutex::default(),
             failure: Mutex::new(None),
             tell: OnceLock::new(),
             private,
@@ -723,6 +747,35 @@ impl Mapped {
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.
     pub fn tensor(&self) -> &Tensor {
         &self.pages.bytes
+    }
+
+    /// Touches of pages that were not there, where uses are [announced](MapOptions::announced): how many, and the bytes
+    /// that were touched last. Otherwise none are counted.
+    ///
+    /// A page that is there is touched unseen, so what nobody announces may count in one pass and not in another.
+    pub fn touches(&self) -> live::Touches {
+        self.pages.touches.lock().clone()
+    }
+
+    /// The bytes of `range` as elements of this type, for another library: a DLPack view that pins nothing. It keeps
+    /// the mapping, so that its addresses stay what they are; a page of it that is not there comes when it is touched,
+    /// or is pinned before.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such bytes, their number is not that of the
+    /// type and the shape, or their address does not fit the type; [`Unsupported`](ErrorKind::Unsupported) for types
+    /// that are stored in blocks.
+    pub fn dlpack(self: &Arc<Self>, range: Range<u64>, dtype: DType, shape: &[u64]) -> Result<DlpackView> {
+        let elements = shape.iter().try_fold(1_u64, |product, extent| product.checked_mul(*extent));
+        let takes = elements.and_then(|elements| dtype.bytes_for(elements));
+        let has = range.end.checked_sub(range.start).filter(|_| range.end <= self.len as u64);
+        if takes.is_none() || takes != has {
+            let message = format!("{dtype} of shape {shape:?} is not what bytes {range:?} of {} are", self.pages.name);
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("name bytes as the file's header does"));
+        }
+        // SAFETY: as in `deref`: the range lies in the file's, and its bytes can be read as long as the mapping lives,
+        // which the view owns a share of. They do not change. Whoever maps it to be written has no `Arc` of this.
+        unsafe { DlpackView::of_memory(self.start + range.start, dtype, shape, self.clone()) }
     }
 
     /// Has `tell` called with the reason before a thread gets SIGBUS, since the signal may end the process. Only the

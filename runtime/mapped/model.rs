@@ -89,7 +89,8 @@ impl Model {
         let members = Arc::new(Members::new(outline.row.clone(), page));
         let place = options.place(&outline.files, &outline.row, page);
         let told = (outline.order.clone(), Order::OfHeaders);
-        let uses = Arc::new(Uses::new(runtime, &members, told, 0, place)?);
+        let walker = options.walker.clone().map_or_else(|| runtime.walker(), Ok)?;
+        let uses = Arc::new(Uses::new(walker, &members, told, 0, place));
         let drawn = runtime.walker()?;
         drawn.plan(Plan::Unordered);
         let firsts = outline.experts.firsts(page).collect();
@@ -164,6 +165,10 @@ impl Model {
     pub fn may_keep(&self) -> usize {
         /// Where pages are used one by one.
         const KEPT: usize = 16;
+        if self.options.is_announced() {
+            // Touches are few, and what is announced needs the frames.
+            return 2;
+        }
         let frames = self.frames.load(Ordering::Relaxed);
         // Beside the pages of turns, and one that is on its way.
         if self.outline.experts.is_empty() { (frames / 16).clamp(2, KEPT) } else { (frames / 4).max(1) }

@@ -3,6 +3,8 @@
 use std::fs::Metadata;
 use std::path::PathBuf;
 
+use outcore::Walker;
+
 use crate::remembered::{Identity, Place, TurnsPlace};
 use crate::row::Row;
 
@@ -20,6 +22,7 @@ pub struct MapOptions {
     keep_order: bool,
     folder: Option<PathBuf>,
     pub(crate) file: Option<Metadata>,
+    pub(crate) walker: Option<Walker>,
 }
 
 impl Default for MapOptions {
@@ -31,7 +34,7 @@ impl Default for MapOptions {
 impl MapOptions {
     /// As [`Mapped::open`](crate::Mapped::open) does it.
     pub fn new() -> Self {
-        Self { keep_order: true, folder: None, file: None }
+        Self { keep_order: true, folder: None, file: None, walker: None }
     }
 
     /// Whether the order in which the program uses the file is kept for the next start once it was learned, and an
@@ -61,13 +64,34 @@ impl MapOptions {
         self
     }
 
-    /// Whether these keep orders as others do: then they may share one.
+    /// The program announces what it uses: it pins [the file's bytes](crate::Mapped::tensor) before, by this walker,
+    /// and declares its order on it.
+    ///
+    /// Nothing else is known of the order then: what headers tell does not count, none is looked for in touches or
+    /// kept, no page is hidden behind its use, and nothing is read because a mixture's expert was touched. A touch of a
+    /// page that is not there is served as ever, is a use of this walker, and [counts](crate::Mapped::touches).
+    #[must_use]
+    pub fn announced(mut self, walker: &Walker) -> Self {
+        self.walker = Some(walker.clone());
+        self
+    }
+
+    pub(crate) fn is_announced(&self) -> bool {
+        self.walker.is_some()
+    }
+
+    fn keeps(&self) -> bool {
+        self.keep_order && !self.is_announced()
+    }
+
+    /// Whether these keep orders as others do, by the same walker if one is named: then they may share one.
     pub(crate) fn keeps_as(&self, other: &Self) -> bool {
-        (self.keep_order, &self.folder) == (other.keep_order, &other.folder)
+        let walker = |options: &Self| options.walker.as_ref().map(Walker::id);
+        (self.keeps(), &self.folder, walker(self)) == (other.keeps(), &other.folder, walker(other))
     }
 
     pub(crate) fn place(&self, files: &[Identity], row: &Row, page: u64) -> Option<Place> {
-        if !self.keep_order {
+        if !self.keeps() {
             return None;
         }
         Place::of(files, page, row.len(), self.folder.clone())
@@ -75,7 +99,7 @@ impl MapOptions {
 
     /// Where it is kept which models were used in turn, the first of which begins with this file.
     pub(crate) fn turns_place(&self, file: &Identity, page: u64) -> Option<TurnsPlace> {
-        if !self.keep_order {
+        if !self.keeps() {
             return None;
         }
         TurnsPlace::of(file, page, self.folder.clone())

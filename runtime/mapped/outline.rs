@@ -115,6 +115,18 @@ impl Outline {
         Self { files: vec![file], row, order, experts: Experts::default(), alone, tensors }
     }
 
+    /// The same files, of whose use nothing is known.
+    pub fn without_order(&self) -> Self {
+        Self {
+            files: self.files.clone(),
+            row: self.row.clone(),
+            order: Vec::new(),
+            experts: Experts::default(),
+            alone: self.alone.clone(),
+            tensors: self.tensors.clone(),
+        }
+    }
+
     /// The tensors of a file.
     pub fn tensors(&self, file: usize) -> Vec<&TensorHeader> {
         self.tensors.iter().filter(|tensor| tensor.file as usize == file).collect()

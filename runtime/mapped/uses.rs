@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use outcore::policy::WalkerPlace;
-use outcore::{Plan, Result, Runtime, Tensor, Walker};
+use outcore::{Plan, Runtime, Tensor, Walker};
 use parking_lot::Mutex;
 
 use crate::followed::Followed;
@@ -83,16 +83,13 @@ pub struct Uses {
 impl Uses {
     /// Of files with the order that is `told_by` their headers, say, after `uses` of them. An order that was kept comes
     /// before that. Waits for the disk.
-    ///
-    /// # Errors
-    /// As for [`Runtime::walker`].
     pub fn new(
-        runtime: &Runtime,
+        walker: Walker,
         members: &Arc<Members>,
         (header, told_by): (Vec<(usize, Range<u64>)>, Order),
         uses: u64,
         place: Option<Place>,
-    ) -> Result<Self> {
+    ) -> Self {
         let orders = place.as_ref().map_or_else(Vec::new, Place::read);
         let looks = Looks::new(members.row().len(), !header.is_empty() || !orders.is_empty());
         let state = State {
@@ -114,9 +111,9 @@ impl Uses {
             changes: 0,
         };
         static SERIAL: AtomicU64 = AtomicU64::new(1);
-        Ok(Self {
+        Self {
             serial: SERIAL.fetch_add(1, Ordering::Relaxed),
-            walker: runtime.walker()?,
+            walker,
             members: members.clone(),
             header,
             told_by,
@@ -124,7 +121,7 @@ impl Uses {
             place,
             state: Mutex::new(state),
             writing: Default::default(),
-        })
+        }
     }
 
     /// A file is mapped. Returns whether it was not before; if it was, nothing changes.

@@ -15,12 +15,23 @@ use crate::tensor::Tensor;
 
 pub use dlpack_ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManagedTensorVersioned, DLTensor};
 
-/// A guard that another library will end.
-trait Guard: Send + Sized + 'static {
+/// What another library will end: whatever keeps the memory of a view.
+trait Keep: Send + Sized + 'static {
+    /// Ends behind the work on `stream`. If that is refused the memory stays for good, unless nothing can use it any
+    /// more.
+    fn end_after(self, stream: &ComputeStream) -> Result<()>;
+}
+
+/// A guard of pages.
+trait Guard: Keep {
     const READ_ONLY: bool;
     fn tensor(&self, index: usize) -> Result<&Tensor>;
-    /// Unpins behind `stream`. If that is refused the pages stay for good, unless nothing can use them any more.
-    fn unpin_after(self, stream: &ComputeStream) -> Result<()>;
+}
+
+impl Keep for DevicePin {
+    fn end_after(self, stream: &ComputeStream) -> Result<()> {
+        Ok(self.unpin_after(stream)?)
+    }
 }
 
 impl Guard for DevicePin {
@@ -28,8 +39,11 @@ impl Guard for DevicePin {
     fn tensor(&self, index: usize) -> Result<&Tensor> {
         Self::tensor(self, index)
     }
-    fn unpin_after(self, stream: &ComputeStream) -> Result<()> {
-        Ok(Self::unpin_after(self, stream)?)
+}
+
+impl Keep for DevicePin<Write> {
+    fn end_after(self, stream: &ComputeStream) -> Result<()> {
+        Ok(self.unpin_after(stream)?)
     }
 }
 
@@ -38,18 +52,24 @@ impl Guard for DevicePin<Write> {
     fn tensor(&self, index: usize) -> Result<&Tensor> {
         Self::tensor(self, index)
     }
-    fn unpin_after(self, stream: &ComputeStream) -> Result<()> {
-        Ok(Self::unpin_after(self, stream)?)
+}
+
+/// An owner of memory that is the CPU's. Its views are on no stream.
+struct Owner<T>(#[allow(dead_code, reason = "held, and never looked at")] T);
+
+impl<T: Send + 'static> Keep for Owner<T> {
+    fn end_after(self, _: &ComputeStream) -> Result<()> {
+        Ok(())
     }
 }
 
 /// The allocation that the C structure is part of. The structure is its first field, and its deleter frees the whole.
 #[repr(C)]
-struct View<G> {
+struct View<K> {
     managed: ffi::DLManagedTensorVersioned,
     shape: Vec<i64>,
     strides: Vec<i64>,
-    guard: G,
+    keep: K,
     stream: Option<ComputeStream>,
 }
 
@@ -78,28 +98,28 @@ struct View<G> {
 /// ```
 pub struct DlpackView(NonNull<ffi::DLManagedTensorVersioned>);
 
-// SAFETY: the pointer is to a `View`, whose guard and stream are Send, and this value alone owns it.
+// SAFETY: the pointer is to a `View`, whose keeper and stream are Send, and this value alone owns it.
 unsafe impl Send for DlpackView {}
 
-/// The deleter of a view with guard `G`.
-unsafe extern "C" fn delete<G: Guard>(managed: *mut ffi::DLManagedTensorVersioned) {
+/// The deleter of a view that `K` keeps.
+unsafe extern "C" fn delete<K: Keep>(managed: *mut ffi::DLManagedTensorVersioned) {
     if managed.is_null() {
         return;
     }
-    // SAFETY: `view_of` made it from a box of this type, whose first field it is, and a consumer calls the deleter
+    // SAFETY: `view` made it from a box of this type, whose first field it is, and a consumer calls the deleter
     // once.
-    let view = unsafe { Box::from_raw(managed.cast::<View<G>>()) };
-    let View { guard, stream, .. } = *view;
+    let view = unsafe { Box::from_raw(managed.cast::<View<K>>()) };
+    let View { keep, stream, .. } = *view;
     let Some(stream) = stream else { return };
-    if let Err(error) = guard.unpin_after(&stream) {
+    if let Err(error) = keep.end_after(&stream) {
         tracing::warn!(%error, "a DLPack view was given back when its end could not be put on its stream");
     }
 }
 
-/// The element type in DLPack's terms.
-fn dtype(tensor: &Tensor) -> Result<ffi::DLDataType> {
+/// The element type in DLPack's terms; `of` is what has it.
+fn dtype(dtype: DType, of: impl fmt::Debug) -> Result<ffi::DLDataType> {
     use ffi::DLDataTypeCode as C;
-    let (code, bits) = match tensor.dtype() {
+    let (code, bits) = match dtype {
         DType::F16 => (C::kDLFloat, 16),
         DType::F32 => (C::kDLFloat, 32),
         DType::F64 => (C::kDLFloat, 64),
@@ -120,7 +140,7 @@ fn dtype(tensor: &Tensor) -> Result<ffi::DLDataType> {
         DType::F8_E4M3FNUZ => (C::kDLFloat8_e4m3fnuz, 8),
         DType::F8_E5M2FNUZ => (C::kDLFloat8_e5m2fnuz, 8),
         other => {
-            let message = format!("DLPack has no element type for {other}: {tensor:?} is stored in blocks");
+            let message = format!("DLPack has no element type for {other}: {of:?} is stored in blocks");
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .remedy("give the consumer the address and the length, or dequantise into a tensor of a plain type"));
         }
@@ -129,10 +149,10 @@ fn dtype(tensor: &Tensor) -> Result<ffi::DLDataType> {
 }
 
 /// The extents, and for each the distance of neighbours in elements.
-fn layout(tensor: &Tensor) -> Result<(Vec<i64>, Vec<i64>)> {
-    let extents = tensor.shape().iter().map(|extent| i64::try_from(*extent));
+fn layout(shape: &[u64], of: impl fmt::Debug) -> Result<(Vec<i64>, Vec<i64>)> {
+    let extents = shape.iter().map(|extent| i64::try_from(*extent));
     let shape: Vec<i64> = extents.collect::<std::result::Result<_, _>>().map_err(|_| {
-        let message = format!("DLPack has signed 64-bit extents, which {tensor:?} exceeds");
+        let message = format!("DLPack has signed 64-bit extents, which {of:?} exceeds");
         Error::new(ErrorKind::Unsupported, message).remedy("reshape it")
     })?;
     let mut strides = vec![1_i64; shape.len()];
@@ -160,17 +180,28 @@ fn view_of<G: Guard>(guard: G, index: usize, stream: Option<&ComputeStream>) -> 
         let message = format!("the stream belongs to another runtime than {tensor:?}");
         return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("have it adopted by the tensor's runtime"));
     }
-    let (dtype, device, (mut shape, mut strides)) = (dtype(tensor)?, device(tensor)?, layout(tensor)?);
-    let ndim = i32::try_from(shape.len()).map_err(|_| {
-        Error::new(ErrorKind::Unsupported, format!("{tensor:?} has more extents than DLPack can say"))
-            .remedy("reshape it")
-    })?;
+    let (dtype, device, lists) = (dtype(tensor.dtype(), tensor)?, device(tensor)?, layout(tensor.shape(), tensor)?);
+    if i32::try_from(lists.0.len()).is_err() {
+        return Err(Error::new(ErrorKind::Unsupported, format!("{tensor:?} has more extents than DLPack can say"))
+            .remedy("reshape it"));
+    }
     let address = if tensor.size().get() == 0 { 0 } else { tensor.address() };
+    Ok(view(guard, stream, address, (dtype, device, G::READ_ONLY), lists))
+}
+
+/// A view of memory with these extents, of which there are at most `i32::MAX`, and strides.
+fn view<K: Keep>(
+    keep: K,
+    stream: Option<&ComputeStream>,
+    address: u64,
+    (dtype, device, read_only): (ffi::DLDataType, ffi::DLDevice, bool),
+    (mut shape, mut strides): (Vec<i64>, Vec<i64>),
+) -> DlpackView {
     let pointer = |list: &mut Vec<i64>| if list.is_empty() { ptr::null_mut() } else { list.as_mut_ptr() };
     let tensor = ffi::DLTensor {
         data: ptr::with_exposed_provenance_mut::<c_void>(address as usize),
         device,
-        ndim,
+        ndim: shape.len() as i32,
         dtype,
         // The lists' memory stays where it is when they move into the box.
         shape: pointer(&mut shape),
@@ -180,12 +211,12 @@ fn view_of<G: Guard>(guard: G, index: usize, stream: Option<&ComputeStream>) -> 
     let managed = ffi::DLManagedTensorVersioned {
         version: ffi::DLPackVersion { major: ffi::DLPACK_MAJOR_VERSION, minor: ffi::DLPACK_MINOR_VERSION },
         manager_ctx: ptr::null_mut(),
-        deleter: Some(delete::<G>),
-        flags: if G::READ_ONLY { u64::from(ffi::DLPACK_FLAG_BITMASK_READ_ONLY) } else { 0 },
+        deleter: Some(delete::<K>),
+        flags: if read_only { u64::from(ffi::DLPACK_FLAG_BITMASK_READ_ONLY) } else { 0 },
         dl_tensor: tensor,
     };
-    let view = Box::new(View { managed, shape, strides, guard, stream: stream.cloned() });
-    Ok(DlpackView(NonNull::from(Box::leak(view)).cast()))
+    let view = Box::new(View { managed, shape, strides, keep, stream: stream.cloned() });
+    DlpackView(NonNull::from(Box::leak(view)).cast())
 }
 
 impl DlpackView {
@@ -201,6 +232,31 @@ impl DlpackView {
         let pointer = self.0;
         std::mem::forget(self);
         pointer
+    }
+
+    /// A read-only view of memory of this process that nobody pins, such as that of a mapped file: `owner` keeps it,
+    /// and goes when the consumer calls the deleter, on whatever thread that is.
+    ///
+    /// # Errors
+    /// [`Unsupported`](ErrorKind::Unsupported) for types that are stored in blocks, and for extents that DLPack cannot
+    /// say; [`InvalidArgument`](ErrorKind::InvalidArgument) if the address is not aligned for the type.
+    ///
+    /// # Safety
+    /// From `address` on there are as many bytes as the type and the shape take. As long as `owner` lives they can be
+    /// read by any thread, and nobody changes them.
+    pub unsafe fn of_memory<T: Send + 'static>(address: u64, of: DType, shape: &[u64], owner: T) -> Result<Self> {
+        let what = format!("memory of {of}, shape {shape:?}");
+        let (dtype, lists) = (dtype(of, &what)?, layout(shape, &what)?);
+        if i32::try_from(lists.0.len()).is_err() {
+            return Err(Error::new(ErrorKind::Unsupported, format!("{what} has more extents than DLPack can say")));
+        }
+        if !address.is_multiple_of(of.block_bytes()) {
+            let message = format!("{what} begins at {address:#x}, which is not aligned for its type");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("copy the bytes to memory that is"));
+        }
+        let address = if shape.contains(&0) { 0 } else { address };
+        let cpu = ffi::DLDevice { device_type: ffi::DLDeviceType::kDLCPU, device_id: 0 };
+        Ok(view(Owner(owner), None, address, (dtype, cpu, true), lists))
     }
 
     /// Takes back a structure that no consumer has taken.

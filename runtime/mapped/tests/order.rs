@@ -7,8 +7,10 @@ mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use outcore::{Bytes, DType, ErrorKind, PageSize, Plan, PolicyKind, Runtime, Tensor};
+use outcore_mapped::live::Touches;
 use outcore_mapped::{Faulting, MapOptions, Mapped};
 use outcore_testkit::harness::Rng;
 
@@ -176,6 +178,88 @@ fn a_header_gives_the_order_from_the_first_pass_on() {
     let faults: Vec<u64> = (0..4).map(|_| pass(&runtime, &mapped, &order)).collect();
     assert!(faults.iter().all(|faults| *faults < 21), "of {} uses a pass: {faults:?}", order.len());
     drop(mapped);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_a_program_announces_is_touched_without_a_fault_and_all_else_counts() {
+    let folder = folder();
+    let (path, order) = dense(folder.path(), 30);
+    let Some(runtime) = runtime(120) else { return };
+    let walker = runtime.walker().unwrap();
+    // Orders would be kept there.
+    let notes = folder.path().join("notes");
+    let mapped = MapOptions::new().orders_in(&notes).announced(&walker).open(&runtime, &path).unwrap();
+    let bytes = |page: u32| {
+        let start = u64::from(page) * PAGE;
+        mapped.tensor().rows(start..(start + PAGE).min(mapped.len() as u64)).unwrap()
+    };
+    // Backwards, which no header says.
+    let order: Vec<u32> = order.into_iter().rev().collect();
+    let pages: Vec<Tensor> = order.iter().map(|page| bytes(*page)).collect();
+    walker.plan(Plan::Cycle(&pages));
+    let mut faults = Vec::new();
+    for _ in 0..4 {
+        let before = runtime.stats().pager.faults;
+        for (page, tensor) in order.iter().zip(&pages) {
+            let _pinned = runtime.pin(tensor).of(&walker).wait().unwrap();
+            let at = u64::from(*page) * PAGE + 77;
+            assert_eq!(mapped[at as usize], byte(at), "page {page}");
+        }
+        faults.push(runtime.stats().pager.faults - before);
+    }
+    assert_eq!(mapped.touches(), Touches::default());
+    assert!(faults.iter().all(|faults| *faults < 21), "of {} uses a pass: {faults:?}", order.len());
+    // An access that nobody announced: the page has left for others.
+    runtime.evict(&pages[5]);
+    for tensor in order.iter().zip(&pages).filter(|(page, _)| **page != order[5]).map(|(_, tensor)| tensor) {
+        let _pinned = runtime.pin(tensor).of(&walker).wait().unwrap();
+    }
+    let at = u64::from(order[5]) * PAGE + 77;
+    for _ in 0..3 {
+        assert_eq!(mapped[at as usize], byte(at));
+    }
+    let touches = mapped.touches();
+    assert_eq!((touches.count, touches.last.len()), (1, 1));
+    assert_eq!(touches.last[0] / PAGE, u64::from(order[5]));
+    // What is remembered is bounded.
+    while mapped.touches().count < 300 {
+        pass(&runtime, &mapped, &order);
+    }
+    assert_eq!(mapped.touches().last.len(), 256);
+    drop(mapped);
+    assert!(!notes.exists());
+    drop(walker);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn a_view_for_other_libraries_has_the_mappings_address_and_keeps_it() {
+    let folder = folder();
+    let path = file(folder.path(), 20);
+    let Some(runtime) = runtime(8) else { return };
+    let mapped = Arc::new(Mapped::open(&runtime, &path).unwrap());
+    let view = mapped.dlpack(96..96 + 4 * PAGE, DType::F32, &[4, PAGE / 4]).unwrap();
+    let tensor = view.tensor();
+    assert_eq!(tensor.data.addr(), mapped.as_ptr().addr() + 96);
+    assert_eq!((tensor.ndim, tensor.dtype.bits, tensor.byte_offset), (2, 32, 0));
+    for (range, dtype, shape) in [
+        (0..8, DType::F32, vec![3]),
+        (0..20 * PAGE + 1, DType::U8, vec![20 * PAGE + 1]),
+        (20 * PAGE..20 * PAGE + 8, DType::U8, vec![8]),
+        (0..8, DType::U8, vec![u64::MAX, 2, 8]),
+        (2..10, DType::F32, vec![2]),
+    ] {
+        let refused = mapped.dlpack(range.clone(), dtype, &shape).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{range:?}: {refused}");
+    }
+    let refused = mapped.dlpack(0..34, DType::Q8_0, &[32]).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+    let kept = Arc::downgrade(&mapped);
+    drop(mapped);
+    assert!(kept.upgrade().is_some());
+    drop(view);
+    assert!(kept.upgrade().is_none());
     runtime.close().unwrap();
 }
 
