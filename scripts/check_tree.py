@@ -33,6 +33,7 @@ UNSAFE_ALLOWED = {
     "runtime/mapped/": "reserves raw memory, calls userfaultfd, and gives a file's pages as a slice",
     "runtime/preload/": "replaces functions of the C library: raw pointers from C, and calls of the kernel",
     "runtime/capi/": "reads what C lends for a call, and writes to the places that it names",
+    "runtime/python/capsule.rs": "puts C structures into capsules, and takes back what nobody took",
     "tests/kit/hooked.rs": "hands on the adoption of a stream",
     "tests/kit/planted.rs": "hands calls on to the CUDA driver, but for those that a planted defect changes",
     "tests/soak/gpu.rs": "launches kernels, and has memory and streams of its own",

@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace kernels without-features doctests strict released loom examples clients)
+steps=(checker workspace kernels without-features doctests strict released loom examples clients python)
 target=${CARGO_TARGET_DIR:-target}
 # What failed programs printed, for the summary.
 failures=$target/test-failures.txt
@@ -178,6 +178,18 @@ build_clients() {
 }
 step_clients() {
     SERVE=$(realpath "$target")/debug/serve scripts/test_clients.py
+}
+
+# The extension for Python, as the package that a wheel would have, without torch. `make test-python` runs the rest.
+build_python() {
+    scripts/python_package.sh --find >/dev/null || exit $?
+    cargo build "${everything[@]}" --lib --tests
+}
+step_python() {
+    local python
+    python=$(scripts/python_package.sh --find)
+    scripts/python_package.sh "$target/python/package"
+    PYTHONPATH=$target/python/package "$python" -W error -m unittest discover -v -s runtime/python/tests -p 'test_plain*.py'
 }
 
 if [ "${1:-}" = --build ]; then

@@ -1,0 +1,173 @@
+//! Tensors that are announced together.
+
+use std::sync::Arc;
+
+use outcore::{Error, ErrorKind, PinSet, Result};
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::error::{OrRaise, raise};
+use crate::open::Open;
+use crate::room::Part;
+
+/// A set that is announced: its pins, and the room that they take; neither where there was no room.
+#[derive(Debug)]
+struct Held(Option<(PinSet, Part)>);
+
+/// What is announced now.
+#[derive(Debug, Default)]
+pub struct Announced(Mutex<Vec<Held>>);
+
+impl Announced {
+    /// Pins these tensors, of so many pages: at once if they are there, else with the GIL released. A thread that has
+    /// announced something else, and finds no room for more, goes on without: its touches are served.
+    pub fn enter(&self, py: Python<'_>, open: &Open, tensors: &[outcore::Tensor], pages: u64) -> PyResult<()> {
+        open.usable().or_raise()?;
+        let Some(part) = open.room().take(py, pages) else {
+            open.refuse();
+            self.enter_without();
+            return Ok(());
+        };
+        let request = || open.runtime().pin(tensors).of(open.walker());
+        let pinned = match request().if_resident() {
+            Some(pins) => Ok(pins),
+            None => py.detach(|| request().wait()),
+        };
+        match pinned {
+            Ok(pins) => self.0.lock().push(Held(Some((pins, part)))),
+            Err(error) => {
+                open.room().give_back(part);
+                return Err(raise(error));
+            }
+        }
+        Ok(())
+    }
+
+    /// Announces nothing, and is ended as others are.
+    pub fn enter_without(&self) {
+        self.0.lock().push(Held(None));
+    }
+
+    /// Ends what was announced last. Which of several threads announced it makes no difference: the pins are of the
+    /// same pages. Returns whether anything was.
+    pub fn leave(&self, open: &Open) -> bool {
+        let Some(Held(last)) = self.0.lock().pop() else { return false };
+        if let Some((pins, part)) = last {
+            drop(pins);
+            open.room().give_back(part);
+        }
+        true
+    }
+}
+
+/// How many pages these have together, at most.
+pub fn pages(tensors: &[outcore::Tensor], page: u64) -> u64 {
+    let mut all: Vec<(u64, u64)> = tensors
+        .iter()
+        .filter(|tensor| tensor.size().get() > 0)
+        .map(|tensor| (tensor.address() / page, (tensor.address() + tensor.size().get()).div_ceil(page)))
+        .collect();
+    all.sort_unstable();
+    let (mut count, mut behind) = (0, 0);
+    for (first, end) in all {
+        count += end.saturating_sub(first.max(behind));
+        behind = behind.max(end);
+    }
+    count
+}
+
+/// A set of tensors that are used together: a context manager, which may be entered several times and by many threads.
+/// While it is entered, all of them are in memory.
+#[pyclass(frozen, module = "outcore")]
+#[derive(Debug)]
+pub struct Group {
+    open: Arc<Open>,
+    tensors: Vec<outcore::Tensor>,
+    announced: Announced,
+    pages: u64,
+    nbytes: u64,
+}
+
+impl Group {
+    /// # Errors
+    /// `NotFound` for a name that the model has not; `BudgetTooSmall` if there can never be room for all of them.
+    pub fn new(open: Arc<Open>, names: &[String]) -> Result<Self> {
+        let tensors = names.iter().map(|name| open.bytes(name)).collect::<Result<Vec<_>>>()?;
+        let (page, most) = (open.page(), open.room().pages());
+        let pages = pages(&tensors, page);
+        if pages > most {
+            let first = names.first().map_or("", String::as_str);
+            let others = match names.len() {
+                0 | 1 => String::new(),
+                count => format!(" and the {} other tensors used with it", count - 1),
+            };
+            let message = format!(
+                "{first}{others} need {pages} pages of {page} bytes at once, and the memory has {most} beside those for \
+                 touches"
+            );
+            let remedy = format!("give at least {} bytes of memory", (pages + 2) * page);
+            return Err(Error::new(ErrorKind::BudgetTooSmall, message).remedy(remedy));
+        }
+        let nbytes = tensors.iter().map(|tensor| tensor.size().get()).sum();
+        Ok(Self { open, tensors, announced: Announced::default(), pages, nbytes })
+    }
+
+    pub fn tensors(&self) -> &[outcore::Tensor] {
+        &self.tensors
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        while self.announced.leave(&self.open) {}
+    }
+}
+
+#[pymethods]
+impl Group {
+    /// Announces them: returns when all are in memory.
+    fn enter(&self, py: Python<'_>) -> PyResult<()> {
+        self.announced.enter(py, &self.open, &self.tensors, self.pages)
+    }
+
+    /// Lets them go.
+    fn leave(&self) {
+        if self.announced.leave(&self.open) && self.open.leaves() {
+            self.open.runtime().evict(&self.tensors);
+        }
+    }
+
+    /// As `enter`, as a hook of torch before a module's pass. What it announces is ended by `after`, also where this
+    /// fails, since torch calls that in any case.
+    #[pyo3(signature = (*_arguments))]
+    fn before(&self, py: Python<'_>, _arguments: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.enter(py).inspect_err(|_| self.announced.enter_without())
+    }
+
+    /// As `leave`, as a hook of torch behind a module's pass.
+    #[pyo3(signature = (*_arguments))]
+    fn after(&self, _arguments: &Bound<'_, PyTuple>) {
+        self.leave();
+    }
+
+    /// Pages that it has while it is entered.
+    #[getter]
+    fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+
+    fn __enter__(&self, py: Python<'_>) -> PyResult<()> {
+        self.enter(py)
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, _raised: &Bound<'_, PyTuple>) {
+        self.leave();
+    }
+}

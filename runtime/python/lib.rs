@@ -1,0 +1,27 @@
+//! What the Python package `outcore` is made of: the module `outcore._native`.
+//!
+//! - Every class is frozen: what changes in it does so behind a lock, and no call needs the others to hold still.
+//! - A call that only looks holds the GIL. One that may wait for the disk, or for other holders, releases it.
+//! - No thread of the runtime ever asks for the GIL, so whoever touches a page while it has the GIL is served.
+//! - What fails is `outcore.Error`. A panic is an exception too: PyO3 lets none through.
+
+mod capsule;
+mod error;
+mod group;
+mod model;
+mod open;
+mod room;
+mod rows;
+mod tensor;
+
+use pyo3::prelude::*;
+
+/// The compiled part of outcore.
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<model::MappedModel>()?;
+    module.add_class::<tensor::Tensor>()?;
+    module.add_class::<group::Group>()?;
+    module.add_class::<rows::Rows>()
+}

@@ -1,0 +1,19 @@
+"""Out-of-core tensors: models in less memory than their weights take.
+
+`outcore.torch.offload` runs a torch model in the memory that it is given. `MappedModel` is what is below that, for any
+library that takes DLPack. Everything that fails is an `outcore.Error`.
+"""
+
+import importlib
+
+from ._error import Error
+from ._native import Group, MappedModel, Rows, Tensor, __version__
+
+__all__ = ["Error", "Group", "MappedModel", "Rows", "Tensor", "__version__", "torch"]
+
+
+def __getattr__(name):
+    # Only who asks for it imports torch.
+    if name == "torch":
+        return importlib.import_module(".torch", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
