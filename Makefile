@@ -7,10 +7,10 @@ SHELL := /bin/bash
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 
-.PHONY: help demo capi test bench gpu-check gpu-peers peers soak fuzz lint fmt clean
+.PHONY: help demo capi test test-python bench gpu-check gpu-peers peers soak fuzz lint fmt clean
 
 help: ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## Run a real model in 32 MiB and compare its words with a run that holds everything
 	@scripts/need.sh cargo cc python3 pip
@@ -23,6 +23,10 @@ capi: ## The libraries and the header for C, in release, into PREFIX (target/cap
 test: ## All tests, doctests and examples
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/test.sh
+
+test-python: ## The Python package with torch and transformers, which it installs into target/python/venv (3 to 6 GB)
+	@scripts/need.sh cargo cc python3 pip
+	@scripts/test_python.sh
 
 bench: ## The measurements behind the tables in docs/results
 	@scripts/need.sh cargo cc python3 pip

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The tests of the Python package with torch and transformers: makes a virtual environment with these in
+# target/python/venv (3 to 6 GB from the package index), builds the extension, and runs all of its tests.
+# PYTHON names another interpreter than python3; OUTCORE_PYTHON_VENV an environment that has all of it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+target=${CARGO_TARGET_DIR:-target}
+venv=${OUTCORE_PYTHON_VENV:-$target/python/venv}
+packages=(torch==2.15.0 transformers==5.24.0 accelerate==1.15.0 numpy==2.4.6 safetensors==0.8.0)
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() { echo "test_python: $*" >&2; exit 1; }
+
+if ! "$venv/bin/python" -c 'import torch, transformers, accelerate, numpy, safetensors' 2>/dev/null; then
+    [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv" || fail "no virtual environment could be made in $venv"
+    "$venv/bin/python" -m pip install --quiet --only-binary :all: "${packages[@]}" ||
+        fail "${packages[*]} could not be had; is the package index reachable?"
+fi
+PYTHON=$venv/bin/python scripts/python_package.sh --find >/dev/null || fail "Python 3.11 or later is needed"
+cargo build -p outcore-python
+scripts/python_package.sh "$target/python/package"
+export PYTHONPATH=$target/python/package HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+"$venv/bin/python" -m unittest discover -v -s runtime/python/tests -p 'test_*.py'
+echo "test-python: ok"
