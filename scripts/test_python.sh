@@ -18,7 +18,8 @@ if ! "$venv/bin/python" -c 'import torch, transformers, accelerate, numpy, safet
         fail "${packages[*]} could not be had; is the package index reachable?"
 fi
 PYTHON=$venv/bin/python scripts/python_package.sh --find >/dev/null || fail "Python 3.11 or later is needed"
-cargo build -p outcore-python
+# Strict, so that an evicted page cannot be touched: an access that no module announced is always seen.
+cargo build -p outcore -p outcore-python --features outcore/strict
 scripts/python_package.sh "$target/python/package"
 export PYTHONPATH=$target/python/package HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 "$venv/bin/python" -m unittest discover -v -s runtime/python/tests -p 'test_*.py'

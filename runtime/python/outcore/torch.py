@@ -54,7 +54,7 @@ def offload(model, memory, device="cpu", *, folder=None, page_size=None, check=F
     come on top.
     page_size: bytes of a page. Unless told, it follows from the disk and the memory.
     check: for tests. Pages leave as soon as a module has used them, so that an access which no module announced is
-    always seen.
+    seen sooner; always, in a build with the feature `strict` of outcore.
     quiet: prints no line.
     """
     if torch.device(device).type != "cpu":
