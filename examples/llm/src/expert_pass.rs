@@ -334,8 +334,10 @@ impl<'a> Part<'a> {
 
     /// Products of `m` vectors, `[rows x m]`, as vectors with the bias: `[m x rows]`.
     fn by_vector(&self, products: &[f32], m: usize) -> Vec<f32> {
-        let mut out = vec![0f32; products.len()];
-        kernels::transpose(products, m, &mut Columns::all(&mut out, products.len() / m.max(1)));
+        let mut out = products.to_vec();
+        if m > 1 {
+            kernels::transpose(products, m, &mut Columns::all(&mut out, products.len() / m));
+        }
         self.add_bias(&mut out);
         out
     }
