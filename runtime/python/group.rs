@@ -1,6 +1,8 @@
 //! Tensors that are announced together.
 
+use std::mem;
 use std::sync::Arc;
+use std::thread::{self, ThreadId};
 
 use outcore::{Error, ErrorKind, PinSet, Result};
 use parking_lot::Mutex;
@@ -11,9 +13,21 @@ use crate::error::{OrRaise, raise};
 use crate::open::Open;
 use crate::room::Part;
 
-/// A set that is announced: its pins, and the room that they take; neither where there was no room.
+/// A set that a thread announced: its pins, and the room that they take; neither where there was no room.
 #[derive(Debug)]
-struct Held(Option<(PinSet, Part)>);
+struct Held {
+    by: ThreadId,
+    pins: Option<(PinSet, Part)>,
+}
+
+/// Which sets are let go.
+#[derive(Debug, Clone, Copy)]
+pub enum Whose {
+    /// Those of the calling thread.
+    Own,
+    /// Those of the calling thread, or of others where it has none.
+    Any,
+}
 
 /// What is announced now.
 #[derive(Debug, Default)]
@@ -24,7 +38,7 @@ impl Announced {
     /// announced something else, and finds no room for more, goes on without: its touches are served.
     pub fn enter(&self, py: Python<'_>, open: &Open, tensors: &[outcore::Tensor], pages: u64) -> PyResult<()> {
         open.usable().or_raise()?;
-        let Some(part) = open.room().take(py, pages) else {
+        let Some(part) = open.room().take(py, pages)? else {
             open.refuse();
             self.enter_without();
             return Ok(());
@@ -35,7 +49,7 @@ impl Announced {
             None => py.detach(|| request().wait()),
         };
         match pinned {
-            Ok(pins) => self.0.lock().push(Held(Some((pins, part)))),
+            Ok(pins) => self.push(Some((pins, part))),
             Err(error) => {
                 open.room().give_back(part);
                 return Err(raise(error));
@@ -46,18 +60,43 @@ impl Announced {
 
     /// Announces nothing, and is ended as others are.
     pub fn enter_without(&self) {
-        self.0.lock().push(Held(None));
+        self.push(None);
     }
 
-    /// Ends what was announced last. Which of several threads announced it makes no difference: the pins are of the
-    /// same pages. Returns whether anything was.
-    pub fn leave(&self, open: &Open) -> bool {
-        let Some(Held(last)) = self.0.lock().pop() else { return false };
-        if let Some((pins, part)) = last {
+    fn push(&self, pins: Option<(PinSet, Part)>) {
+        self.0.lock().push(Held { by: thread::current().id(), pins });
+    }
+
+    /// Ends what was announced last. A thread ends its own first: what another one holds counts as that one's, and
+    /// rows of another one are other pages. Returns whether anything was.
+    pub fn leave(&self, open: &Open, whose: Whose) -> bool {
+        if !open.is_at_home() {
+            return false;
+        }
+        let mut all = self.0.lock();
+        let by = thread::current().id();
+        let own = all.iter().rposition(|held| held.by == by);
+        let at = match whose {
+            Whose::Own => own,
+            Whose::Any => own.or(all.len().checked_sub(1)),
+        };
+        let Some(at) = at else { return false };
+        let held = all.remove(at);
+        drop(all);
+        if let Some((pins, part)) = held.pins {
             drop(pins);
             open.room().give_back(part);
         }
         true
+    }
+
+    /// Ends all that is announced. In a child by `fork` nothing is to be ended, and locks may be held for ever.
+    pub fn end(&mut self, open: &Open) {
+        if open.is_at_home() {
+            while self.leave(open, Whose::Any) {}
+        } else {
+            mem::forget(mem::take(self.0.get_mut()));
+        }
     }
 }
 
@@ -116,11 +155,24 @@ impl Group {
     pub fn tensors(&self) -> &[outcore::Tensor] {
         &self.tensors
     }
+
+    /// Whether it is of this model.
+    pub fn is_of(&self, open: &Arc<Open>) -> bool {
+        Arc::ptr_eq(&self.open, open)
+    }
+
+    fn let_go(&self, whose: Whose) -> bool {
+        let left = self.announced.leave(&self.open, whose);
+        if left && self.open.leaves() {
+            self.open.runtime().evict(&self.tensors);
+        }
+        left
+    }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        while self.announced.leave(&self.open) {}
+        self.announced.end(&self.open);
     }
 }
 
@@ -131,11 +183,14 @@ impl Group {
         self.announced.enter(py, &self.open, &self.tensors, self.pages)
     }
 
-    /// Lets them go.
+    /// Lets them go: what this thread announced last, or another one where it has announced nothing.
     fn leave(&self) {
-        if self.announced.leave(&self.open) && self.open.leaves() {
-            self.open.runtime().evict(&self.tensors);
-        }
+        self.let_go(Whose::Any);
+    }
+
+    /// Lets go all that this thread announced.
+    fn unwind(&self) {
+        while self.let_go(Whose::Own) {}
     }
 
     /// As `enter`, as a hook of torch before a module's pass. What it announces is ended by `after`, also where this
@@ -145,10 +200,10 @@ impl Group {
         self.enter(py).inspect_err(|_| self.announced.enter_without())
     }
 
-    /// As `leave`, as a hook of torch behind a module's pass.
+    /// As `leave`, as a hook of torch behind a module's pass, which is in the same thread.
     #[pyo3(signature = (*_arguments))]
     fn after(&self, _arguments: &Bound<'_, PyTuple>) {
-        self.leave();
+        self.let_go(Whose::Own);
     }
 
     /// Pages that it has while it is entered.

@@ -41,10 +41,12 @@ pub struct MappedModel {
 
 impl MappedModel {
     fn open(&self) -> Result<Arc<Open>> {
-        self.open.lock().clone().ok_or_else(|| {
+        let open = self.open.lock().clone().ok_or_else(|| {
             let message = format!("the model in {} was closed", self.path.display());
             Error::new(ErrorKind::Closed, message).remedy("open it anew")
-        })
+        })?;
+        open.at_home()?;
+        Ok(open)
     }
 }
 
@@ -87,6 +89,11 @@ impl MappedModel {
     /// Declares that a pass uses these groups in this order, again and again.
     fn declare(&self, py: Python<'_>, groups: Vec<PyRef<'_, Group>>) -> PyResult<()> {
         let open = self.open().or_raise()?;
+        if let Some(at) = groups.iter().position(|group| !group.is_of(&open)) {
+            let message = format!("group {at} of the order is of another model than {}", self.path.display());
+            let error = Error::new(ErrorKind::InvalidArgument, message);
+            return Err(error.remedy("declare groups that this model made, on each model its own")).or_raise();
+        }
         let order: Vec<outcore::Tensor> = groups.iter().flat_map(|group| group.tensors().iter().cloned()).collect();
         py.detach(|| open.declare(&order));
         Ok(())

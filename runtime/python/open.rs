@@ -1,5 +1,6 @@
 //! The mapped files of a model, and who announces what of them.
 
+use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,6 +29,8 @@ pub struct Open {
     /// Whether pages leave as soon as nobody announces them any more.
     leaves: bool,
     closed: AtomicBool,
+    /// The process that has the runtime's threads: a child by `fork` has none, and locks may be held there for ever.
+    process: u32,
     /// Announced sets that found no room beside what their threads held.
     refused: AtomicU64,
 }
@@ -90,12 +93,31 @@ impl Open {
         self.refused.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Whether this is the process that opened it, and no child of it by `fork`.
+    pub fn is_at_home(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    /// # Errors
+    /// `Closed` in a child by `fork`. No lock is taken to find out.
+    pub fn at_home(&self) -> Result<()> {
+        if self.is_at_home() {
+            return Ok(());
+        }
+        let message =
+            format!("the model in {} was opened before a fork, and is not in this process", self.path.display());
+        Err(Error::new(ErrorKind::Closed, message).remedy("open it in the process that uses it"))
+    }
+
+    /// # Errors
+    /// `Closed` if it was closed, and as for [`at_home`](Self::at_home).
     pub fn usable(&self) -> Result<()> {
+        self.at_home()?;
         if !self.closed.load(Ordering::Relaxed) {
             return Ok(());
         }
         let message = format!("the model in {} was closed", self.path.display());
-        Err(Error::new(ErrorKind::Closed, message).remedy("offload it anew"))
+        Err(Error::new(ErrorKind::Closed, message).remedy("open it anew"))
     }
 
     /// The bytes of a tensor, to be pinned.
@@ -126,6 +148,15 @@ impl Open {
         let first = tensors.partition_point(|tensor| place(tensor) < wanted);
         let at = (first..tensors.len()).find(|at| tensors[*at].name == found.name);
         at.ok_or_else(|| Error::new(ErrorKind::Internal, format!("the header lost the tensor {name}")))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        if !self.is_at_home() {
+            // What ends here would wait for threads and locks of the other process.
+            mem::forget((mem::take(&mut self.files), self.walker.clone(), self.runtime.clone()));
+        }
     }
 }
 
@@ -207,6 +238,7 @@ pub fn open(path: &Path, memory: Bytes, page_size: Option<Bytes>, leaves: bool) 
         runtime,
         leaves,
         closed: AtomicBool::new(false),
+        process: std::process::id(),
         refused: AtomicU64::new(0),
     })
 }

@@ -2,9 +2,13 @@
 
 use std::collections::HashMap;
 use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
+
+/// How long a wait goes on before Python may handle signals.
+const STEP: Duration = Duration::from_millis(100);
 
 /// Room for pages that are announced. What is given is never more than there is, however many of the pages are in
 /// memory already, so that the frames for touches stay free: a thread that touches what it did not announce is served,
@@ -43,23 +47,37 @@ impl Room {
 
     /// Takes room for so many pages; each counts as often as it is announced. Waits for it with the GIL released.
     /// `None` if there is less at all, or now, while this thread holds some.
-    pub fn take(&self, py: Python<'_>, pages: u64) -> Option<Part> {
+    ///
+    /// # Errors
+    /// What a handler of a signal raises.
+    pub fn take(&self, py: Python<'_>, pages: u64) -> PyResult<Option<Part>> {
         if pages > self.pages {
-            return None;
+            return Ok(None);
         }
         let holder = thread::current().id();
         if let Some(result) = self.take_now(pages, holder) {
-            return result;
+            return Ok(result);
         }
-        py.detach(|| {
-            let mut taken = self.taken.lock();
-            loop {
-                if let Some(result) = self.take_of(&mut taken, pages, holder) {
-                    return result;
-                }
-                self.changed.wait(&mut taken);
+        loop {
+            if let Some(result) = py.detach(|| self.take_within(STEP, pages, holder)) {
+                return Ok(result);
             }
-        })
+            py.check_signals()?;
+        }
+    }
+
+    /// What [`take`](Self::take) gives; `None` if it would wait longer.
+    fn take_within(&self, limit: Duration, pages: u64, holder: ThreadId) -> Option<Option<Part>> {
+        let until = Instant::now() + limit;
+        let mut taken = self.taken.lock();
+        loop {
+            if let Some(result) = self.take_of(&mut taken, pages, holder) {
+                return Some(result);
+            }
+            if self.changed.wait_until(&mut taken, until).timed_out() {
+                return None;
+            }
+        }
     }
 
     /// What [`take`](Self::take) gives; `None` if it would wait.

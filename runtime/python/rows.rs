@@ -7,7 +7,7 @@ use outcore::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;
-use crate::group::{Announced, pages};
+use crate::group::{Announced, Whose, pages};
 use crate::open::Open;
 
 /// A table of rows. It is never pinned whole: the rows that are used are announced, page by page.
@@ -50,11 +50,19 @@ impl Rows {
         });
         ranges
     }
+
+    fn let_go(&self, whose: Whose) -> bool {
+        let left = self.announced.leave(&self.open, whose);
+        if left && self.open.leaves() {
+            self.open.runtime().evict(&self.bytes);
+        }
+        left
+    }
 }
 
 impl Drop for Rows {
     fn drop(&mut self) {
-        while self.announced.leave(&self.open) {}
+        self.announced.end(&self.open);
     }
 }
 
@@ -75,10 +83,23 @@ impl Rows {
         Ok(true)
     }
 
-    /// Lets them go.
+    /// Lets them go: what this thread announced last, or another one where it has announced nothing.
     fn leave(&self) {
-        if self.announced.leave(&self.open) && self.open.leaves() {
-            self.open.runtime().evict(&self.bytes);
-        }
+        self.let_go(Whose::Any);
+    }
+
+    /// Lets go all that this thread announced.
+    fn unwind(&self) {
+        while self.let_go(Whose::Own) {}
+    }
+
+    /// As `enter`, before a module's pass. What it announces is ended by `after`, also where this fails.
+    fn before(&self, py: Python<'_>, rows: Vec<i64>) -> PyResult<bool> {
+        self.enter(py, rows).inspect_err(|_| self.announced.enter_without())
+    }
+
+    /// As `leave`, behind a module's pass, which is in the same thread.
+    fn after(&self) {
+        self.let_go(Whose::Own);
     }
 }

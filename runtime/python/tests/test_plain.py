@@ -185,6 +185,87 @@ class Announced(unittest.TestCase):
                 self.assertEqual(model.stats()["groups_refused"], refused)
 
 
+    def test_a_thread_ends_what_it_announced_itself(self):
+        with opened(30) as model:
+            most = model.group(["layers.0.weight", "layers.1.weight"]).pages
+        with opened(most + 3) as model:
+            small, large = model.group(["of.int8"]), model.group(["layers.0.weight", "layers.1.weight"])
+            self.assertGreater(2 * small.pages + large.pages, model.most_pages)
+            first, both, left, ended = (threading.Barrier(of) for of in (4, 4, 4, 3))
+
+            def leaves():
+                small.enter()
+                first.wait(60)
+                both.wait(60)
+                small.leave()
+                left.wait(60)
+
+            def stays():
+                first.wait(60)
+                small.enter()
+                both.wait(60)
+                left.wait(60)
+                # Both hold some of the room, so neither waits for more.
+                with large:
+                    ended.wait(60)
+                small.leave()
+
+            threads = [threading.Thread(target=work, daemon=True) for work in (leaves, leaves, stays, stays)]
+            for thread in threads:
+                thread.start()
+            ended.wait(60)
+            for thread in threads:
+                thread.join(60)
+                self.assertFalse(thread.is_alive())
+            self.assertEqual(model.stats()["groups_refused"], 2)
+            # What another thread announced can be ended too.
+            thread = threading.Thread(target=large.enter)
+            thread.start()
+            thread.join(60)
+            large.after()
+            large.unwind()
+            with small:
+                pass
+            large.leave()
+            with large:
+                self.assertEqual(model.stats()["groups_refused"], 2)
+
+    def test_rows_of_two_threads_are_ended_by_their_own(self):
+        with opened(16, check=True) as model:
+            rows, view = model.rows("table"), np.from_dlpack(model.tensor("table"))
+            entered, left = threading.Event(), threading.Event()
+
+            def other():
+                rows.enter([3999])
+                entered.set()
+                left.wait(60)
+                view[3999].sum()
+                rows.leave()
+
+            rows.enter([0])
+            thread = threading.Thread(target=other)
+            thread.start()
+            entered.wait(60)
+            rows.leave()
+            left.set()
+            thread.join(60)
+            self.assertEqual(model.touches()[0], 0)
+
+    def test_what_failed_before_a_pass_ends_nothing_behind_it(self):
+        model = opened(16, check=True)
+        rows, group = model.rows("table"), model.group(["layers.0.weight"])
+        view = np.from_dlpack(model.tensor("table"))
+        rows.enter([0])
+        group.enter()
+        model.close()
+        for announced, arguments in ((rows, [[1]]), (group, [])):
+            with self.assertRaises(outcore.Error):
+                announced.before(*arguments)
+            announced.after()
+            announced.unwind()
+        self.assertEqual(int(view[0, 0]), int(load_file(path())["table"][0, 0]))
+
+
 class Errors(unittest.TestCase):
     def refused(self, kind, *words):
         case = self
@@ -252,6 +333,11 @@ class Errors(unittest.TestCase):
         with self.refused("closed"):
             group.enter()
 
+    def test_groups_of_another_model_have_no_place_in_an_order(self):
+        with opened(8) as model, opened(8) as other:
+            with self.refused("invalid_argument", "group 1", "another model"):
+                model.declare([model.group(["of.int8"]), other.group(["of.int8"])])
+
     def test_an_error_can_be_sent_to_another_process(self):
         error = outcore.Error("what", "busy", "wait", True)
         again = pickle.loads(pickle.dumps(error))
@@ -307,6 +393,56 @@ class Processes(unittest.TestCase):
             "    print('parent')\n"
         )
         self.assertEqual(python(code, path()), (0, "closed\nparent\n"))
+
+    def test_a_child_by_fork_waits_for_no_thread_of_its_parent(self):
+        code = (
+            "import os, outcore, signal, sys, threading, warnings\n"
+            "warnings.simplefilter('ignore')\n"
+            f"model = outcore.MappedModel(sys.argv[1], {8 * PAGE}, page_size={PAGE})\n"
+            "group, rows, entered = model.group(['layers.1.weight']), model.rows('table'), threading.Event()\n"
+            "done = threading.Event()\n"
+            "threading.Thread(target=lambda: (group.enter(), entered.set(), done.wait())).start()\n"
+            "entered.wait()\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    signal.alarm(60)\n"
+            "    for call in (group.enter, lambda: rows.enter([1]), model.stats, lambda: model.declare([group])):\n"
+            "        try:\n"
+            "            call()\n"
+            "        except outcore.Error as error:\n"
+            "            print(error.kind, flush=True)\n"
+            "    group.leave()\n"
+            "    model.close()\n"
+            "    del group, rows, model, call\n"
+            "    sys.exit(0)\n"
+            "status = os.waitpid(child, 0)[1]\n"
+            "done.set()\n"
+            "group.leave()\n"
+            "with group:\n"
+            "    print('parent', status)\n"
+        )
+        self.assertEqual(python(code, path()), (0, 4 * "closed\n" + "parent 0\n"))
+
+    def test_who_waits_for_room_is_interrupted_by_signals(self):
+        code = (
+            "import outcore, signal, sys, threading\n"
+            f"model = outcore.MappedModel(sys.argv[1], {8 * PAGE}, page_size={PAGE})\n"
+            "group, entered, done = model.group(['layers.1.weight']), threading.Event(), threading.Event()\n"
+            "threading.Thread(target=lambda: (group.enter(), entered.set(), done.wait(), group.leave())).start()\n"
+            "entered.wait()\n"
+            "def told(*_):\n"
+            "    raise KeyboardInterrupt\n"
+            "signal.signal(signal.SIGALRM, told)\n"
+            "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+            "try:\n"
+            "    group.enter()\n"
+            "except KeyboardInterrupt:\n"
+            "    print('interrupted')\n"
+            "done.set()\n"
+            "with group:\n"
+            "    print('entered')\n"
+        )
+        self.assertEqual(python(code, path()), (0, "interrupted\nentered\n"))
 
     def test_the_program(self):
         for arguments, status, word in ((["--version"], 0, outcore.__version__), ([], 2, "usage")):
