@@ -62,8 +62,11 @@ def offload(model, memory, device="cpu", *, folder=None, page_size=None, check=F
     if isinstance(model, torch.nn.Module):
         if folder is None:
             raise Error("the module's weights are nowhere", "invalid_argument", "name their safetensors by folder=")
-        if getattr(model, "outcore", None) is not None:
-            raise Error("the module is offloaded already", "invalid_argument", "close it before: model.outcore.close()")
+        made = getattr(model, "outcore", None)
+        if made is not None and made.closed:
+            raise Error("the module was offloaded and closed: it has no weights", "closed", "construct a new module")
+        if made is not None:
+            raise Error("the module is offloaded already", "invalid_argument", "use it, or construct a new module")
         module, path = model, folder
     elif isinstance(model, (str, os.PathLike)):
         if folder is not None:
@@ -131,7 +134,7 @@ class Experts:
         group = getattr(self.held, "group", None)
         if group is not None:
             self.held.group = None
-            group.leave()
+            group.after()
 
     def __len__(self):
         return self.shape[0]
@@ -160,6 +163,8 @@ class Offloaded:
         self.lock = threading.Lock()
         self.closed = False
         self.handles = []
+        self.here = threading.local()
+        self.remedy = "offload the folder anew" if module is None else "construct a new module, and offload it anew"
         self.passes, self.seconds = 0, 0.0
         self.named = {name: mapped.tensor(name) for name in mapped.names()}
         stats = mapped.stats()
@@ -167,12 +172,27 @@ class Offloaded:
         self.disk = (stats["settings"].get("disk") or {}).get("bytes_per_second")
         self.module = module if module is not None else self.construct()
         self.views = {}
-        self.owners = {}
-        self.place()
-        self.announce()
-        self.refuse()
-        self.module.outcore = self
-        self.before = self.counts()
+        # All that is changed in the module, to be put back if it cannot be offloaded.
+        was = [
+            (one, dict(vars(one)), dict(one._parameters), dict(one._buffers))
+            for one in ([] if module is None else module.modules())
+        ]
+        try:
+            self.place()
+            self.announce()
+            self.refuse()
+            self.module.outcore = self
+            self.before = self.counts()
+        except BaseException:
+            for handle in self.handles:
+                handle.remove()
+            for one, attributes, parameters, buffers in was:
+                vars(one).clear()
+                vars(one).update(attributes)
+                for now, before in ((one._parameters, parameters), (one._buffers, buffers)):
+                    now.clear()
+                    now.update(before)
+            raise
         OPEN.add(self)
 
     # ---- the module, and its weights
@@ -320,14 +340,92 @@ class Offloaded:
         # Most models use their modules in the order in which they have them. The first pass tells the real one.
         self.declare(self.modules)
         self.streamed = self.bytes_of_a_pass()
-        self.discovery = Discovery(self)
+        self.first, self.recording = True, None
         for name, module in self.module.named_modules():
-            self.hook(module, self.discovery.before(name), self.discovery.after(name))
-        self.first = True
+            self.hook(module, *self.hooks(name), with_kwargs=True)
+        for module in self.module.modules():
+            self.guard(module)
 
-    def hook(self, module, before, after):
-        self.handles.append(module.register_forward_pre_hook(before, prepend=True))
+    def hook(self, module, before, after, with_kwargs=False):
+        self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs))
         self.handles.append(module.register_forward_hook(after, always_call=True))
+
+    def hooks(self, name):
+        """What the module of this name does before and behind its pass, until a first pass was recorded."""
+
+        def before(module, arguments, named):
+            recording, use = self.recording, self.modules.get(name)
+            if recording is not None and recording.thread == threading.get_ident():
+                recording.begin(name)
+            if use is not None:
+                use.enter(arguments, named)
+
+        def after(module, arguments, result):
+            recording, use = self.recording, self.modules.get(name)
+            if use is not None:
+                use.leave()
+            if recording is not None and recording.thread == threading.get_ident():
+                recording.end(name)
+
+        return before, after
+
+    def guard(self, module):
+        """Has the outermost call of each thread end what is announced, where torch does not: it calls no hooks behind a
+        pass that KeyboardInterrupt or SystemExit ends."""
+        run, here = module._call_impl, self.here
+
+        def call(*arguments, **named):
+            if self.closed:
+                raise self.ended()
+            outermost = not getattr(here, "inside", False)
+            here.inside = True
+            try:
+                if outermost and module is self.module:
+                    return self.run(run, arguments, named)
+                return run(*arguments, **named)
+            except BaseException as raised:
+                here.cut = getattr(here, "cut", False) or not isinstance(raised, Exception)
+                raise
+            finally:
+                if outermost:
+                    here.inside = False
+                    if getattr(here, "cut", False):
+                        here.cut = False
+                        self.unwind()
+
+        module._call_impl = call
+
+    def run(self, run, arguments, named):
+        """A pass, which is recorded if it is the first one."""
+        since = time.perf_counter()
+        try:
+            recording = self.claim() if self.first else None
+            if recording is None:
+                return run(*arguments, **named)
+            try:
+                with Watch(recording):
+                    result = run(*arguments, **named)
+                self.recorded(recording)
+                return result
+            finally:
+                self.recording = None
+        finally:
+            with self.lock:
+                self.passes += 1
+                self.seconds += time.perf_counter() - since
+
+    def claim(self):
+        """The record of the first pass, for one thread at a time."""
+        with self.lock:
+            if not self.first or self.recording is not None:
+                return None
+            self.recording = Recording(self)
+            return self.recording
+
+    def unwind(self):
+        """Ends all that this thread has announced."""
+        for use in list(self.modules.values()):
+            use.unwind()
 
     def fits(self):
         """Refuses a memory in which a module does not fit beside those that it is a part of."""
@@ -351,46 +449,33 @@ class Offloaded:
         names = {name for use in self.modules.values() for name in use.names}
         return sum(self.named[name].nbytes for name in names)
 
-    def recorded(self, order, more):
-        """The first pass was seen: modules announce what else they used, and the order is declared."""
-        for name, names in more.items():
-            use = self.modules.get(name)
-            if use is None:
-                module = self.module.get_submodule(name)
-                use = self.modules[name] = Use(self, name, module, [], None, [])
-            use.add(names)
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-        # First, so that a pass is counted with all that it does.
-        self.hook(self.module, self.begin, self.end)
-        for use in self.modules.values():
-            use.hook()
-        self.declare(order)
-        self.streamed = self.bytes_of_a_pass()
-        self.first = False
+    def recorded(self, recording):
+        """The first pass was seen: modules announce what else they used, and the order is declared. Where there is no
+        room for that, a module stays as it was: what it reads of others is served when it is touched."""
+        with self.lock:
+            if self.closed:
+                return
+            for name, names in recording.more.items():
+                use = self.modules.get(name) or Use(self, name, self.module.get_submodule(name), [], None, [])
+                if use.add(names):
+                    self.modules[name] = use
+            for handle in self.handles:
+                handle.remove()
+            self.handles = []
+            for use in self.modules.values():
+                use.hook()
+            self.declare(recording.order)
+            self.streamed = self.bytes_of_a_pass()
+            self.first = False
 
     def declare(self, order):
         groups = [self.modules[name].group for name in order if name in self.modules]
         self.mapped.declare([group for group in groups if group is not None])
 
-    def begin(self, module, arguments):
-        if self.closed:
-            raise self.ended()
-        PASS.since = time.perf_counter()
-
-    def end(self, module, arguments, result):
-        since = getattr(PASS, "since", None)
-        if since is not None:
-            PASS.since = None
-            with self.lock:
-                self.passes += 1
-                self.seconds += time.perf_counter() - since
-
     # ---- what cannot be done with it
 
     def ended(self):
-        return Error(f"the model in {self.path} was closed", "closed", "offload it anew")
+        return Error(f"the model in {self.path} was closed", "closed", self.remedy)
 
     def refuse(self):
         def moved(*_, **__):
@@ -511,18 +596,12 @@ class Offloaded:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-
-        def gone(*_):
-            raise self.ended()
-
         for use in self.modules.values():
-            use.module.register_forward_pre_hook(gone)
             for name, parameter in list(use.module._parameters.items()):
                 if parameter is not None:
                     use.module._parameters[name] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
             for experts in use.experts:
                 experts.groups, experts.tensors = [], []
-        self.module.register_forward_pre_hook(gone, prepend=True)
         self.modules, self.views, self.named = {}, {}, {}
         self.mapped.close()
 
@@ -530,7 +609,6 @@ class Offloaded:
         return f"<outcore model {self.path}, {'closed' if self.closed else 'offloaded'}>"
 
 
-PASS = threading.local()
 OPEN = weakref.WeakSet()
 
 
@@ -562,24 +640,30 @@ class Use:
         return sum(group.nbytes for of in self.experts for group in of.groups)
 
     def add(self, names):
-        names = [name for name in names if name not in self.names and name != self.table]
-        if names:
-            self.names = self.names + names
-            self.group = self.offloaded.mapped.group(self.names)
+        """Uses these too, if there is room for all of them at once; returns whether it does."""
+        names = self.names + [name for name in names if name not in self.names and name != self.table]
+        try:
+            group = self.offloaded.mapped.group(names)
+        except Error as error:
+            if error.kind != "budget_too_small":
+                raise
+            return False
+        self.names, self.group = names, group
+        return True
 
     def hook(self):
         if self.group is not None:
             self.offloaded.hook(self.module, self.group.before, self.group.after)
         if self.rows is not None:
-            self.offloaded.hook(self.module, self.before_rows, self.after_rows)
+            self.offloaded.hook(self.module, self.before_rows, self.after_rows, with_kwargs=True)
         if self.experts:
             self.offloaded.handles.append(self.module.register_forward_hook(self.after_experts, always_call=True))
 
-    def enter(self, arguments):
+    def enter(self, arguments, named):
         if self.group is not None:
             self.group.before()
         if self.rows is not None:
-            self.before_rows(self.module, arguments)
+            self.before_rows(self.module, arguments, named)
 
     def leave(self):
         if self.group is not None:
@@ -588,70 +672,50 @@ class Use:
             self.after_rows()
         self.after_experts()
 
-    def before_rows(self, module, arguments):
-        ids = arguments[0] if arguments else None
+    def unwind(self):
+        if self.group is not None:
+            self.group.unwind()
+        if self.rows is not None:
+            self.rows.unwind()
+        self.after_experts()
+        for group in (group for of in self.experts for group in of.groups):
+            group.unwind()
+
+    def before_rows(self, module, arguments, named):
+        # An embedding has one argument, whatever its name is.
+        ids = next(iter((*arguments, *named.values())), None)
         is_ids = isinstance(ids, torch.Tensor) and ids.device.type == "cpu" and not ids.is_floating_point()
-        self.rows.enter(torch.unique(ids).tolist() if is_ids else [])
+        self.rows.before(torch.unique(ids).tolist() if is_ids else [])
 
     def after_rows(self, *_):
-        self.rows.leave()
+        self.rows.after()
 
     def after_experts(self, *_):
         for of in self.experts:
             of.release()
 
 
-class Discovery:
-    """The first pass: which modules run in which order, and what they use that is not their own."""
+class Recording:
+    """The first pass of a thread: which modules run in which order, and what they use that is not their own."""
 
     def __init__(self, offloaded):
-        self.offloaded = offloaded
-        self.thread = None
+        self.modules = dict(offloaded.modules)
+        self.places = {view.untyped_storage().data_ptr(): name for name, view in offloaded.views.items()}
+        self.thread = threading.get_ident()
         self.order, self.more, self.active = [], {}, []
 
-    def places(self):
-        return {view.untyped_storage().data_ptr(): name for name, view in self.offloaded.views.items()}
+    def begin(self, name):
+        self.active.append(name)
+        if name in self.modules:
+            self.order.append(name)
 
-    def before(self, name):
-        def hook(module, arguments):
-            offloaded = self.offloaded
-            if offloaded.closed:
-                raise offloaded.ended()
-            if name == "" and self.thread is None:
-                self.thread = threading.get_ident()
-                self.order, self.more, self.active = [], {}, []
-                offloaded.begin(module, arguments)
-                self.mode = Watch(self, self.places())
-                self.mode.__enter__()
-            if self.thread == threading.get_ident():
-                self.active.append(name)
-                if name in offloaded.modules:
-                    self.order.append(name)
-            if name in offloaded.modules:
-                offloaded.modules[name].enter(arguments)
-
-        return hook
-
-    def after(self, name):
-        def hook(module, arguments, result):
-            offloaded = self.offloaded
-            if name in offloaded.modules:
-                offloaded.modules[name].leave()
-            if self.thread == threading.get_ident():
-                if self.active and self.active[-1] == name:
-                    self.active.pop()
-                if name == "" and not self.active:
-                    self.mode.__exit__(None, None, None)
-                    self.thread = None
-                    offloaded.end(module, arguments, result)
-                    if result is not None:
-                        offloaded.recorded(self.order, self.more)
-
-        return hook
+    def end(self, name):
+        if self.active and self.active[-1] == name:
+            self.active.pop()
 
     def used(self, name):
         """A tensor is used while these modules run."""
-        modules = self.offloaded.modules
+        modules = self.modules
         for active in reversed(self.active):
             use = modules.get(active)
             if use is not None and (name in use.names or name == use.table):
@@ -669,9 +733,9 @@ class Discovery:
 class Watch(TorchDispatchMode):
     """Sees each operation, and which weights it is given."""
 
-    def __init__(self, discovery, places):
+    def __init__(self, recording):
         super().__init__()
-        self.discovery, self.places = discovery, places
+        self.recording = recording
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         for value in tree_iter((args, kwargs or {})):
@@ -680,7 +744,7 @@ class Watch(TorchDispatchMode):
                     place = value.untyped_storage().data_ptr()
                 except RuntimeError:
                     continue
-                name = self.places.get(place)
+                name = self.recording.places.get(place)
                 if name is not None:
-                    self.discovery.used(name)
+                    self.recording.used(name)
         return operation(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ import warnings
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import outcore
 
@@ -206,17 +207,20 @@ class Bits(unittest.TestCase):
 
     def test_passes_of_many_threads(self):
         with torch.no_grad():
-            expected = plain("llama")(IDS).logits
             model = offload(folder("llama"), "4MiB")
-            found = []
-            threads = [
-                threading.Thread(target=lambda: found.extend(self.inferred(model) for _ in range(3))) for _ in range(3)
-            ]
+            expected = as_in(model, plain("llama"))(IDS).logits
+            found, together = [], threading.Barrier(3)
+
+            def work():
+                together.wait(60)
+                found.extend(self.inferred(model) for _ in range(3))
+
+            threads = [threading.Thread(target=work) for _ in range(3)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(120)
-            self.assertEqual(len(found), 9)
+            self.assertEqual((len(found), model.outcore.numbers()["passes"]), (9, 9))
             self.assertTrue(all(torch.equal(logits, expected) for logits in found))
             model.outcore.close()
 
@@ -233,6 +237,101 @@ class Bits(unittest.TestCase):
                     model(torch.tensor([[5000]]))
             self.assertTrue(torch.equal(model(IDS).logits, expected))
             self.assertEqual(model.outcore.numbers()["groups_refused"], 0)
+            model.outcore.close()
+
+
+    def test_a_pass_that_is_interrupted_leaves_nothing_pinned(self):
+        class Cut:
+            def __init__(self, module, raised):
+                self.module, self.raised = module, raised
+
+            def __enter__(self):
+                self.module.forward = self.cut
+
+            def __exit__(self, *_):
+                del self.module.forward
+
+            def cut(self, *_, **__):
+                raise self.raised
+
+        with torch.no_grad():
+            model = offload(folder("llama"), "3MiB")
+            expected = as_in(model, plain("llama"))(IDS).logits
+            parts = model.lm_head, model.model.layers[2].mlp.up_proj
+            for recorded in (False, True):
+                for part in parts:
+                    for raised in (KeyboardInterrupt, SystemExit):
+                        with self.subTest(recorded=recorded, raised=raised), Cut(part, raised):
+                            for _ in range(3):
+                                with self.assertRaises(raised):
+                                    model(IDS)
+                                self.assertEqual(_len_torch_dispatch_stack(), 0)
+                # Without the pass of the whole model around it.
+                with Cut(parts[0], KeyboardInterrupt):
+                    for _ in range(3):
+                        with self.assertRaises(KeyboardInterrupt):
+                            model.lm_head(torch.zeros(1, 256))
+                found = []
+                for _ in range(2):
+                    thread = threading.Thread(target=lambda: found.append(self.inferred(model)), daemon=True)
+                    thread.start()
+                    thread.join(120)
+                self.assertEqual(len(found), 2)
+                self.assertTrue(all(torch.equal(logits, expected) for logits in found))
+                self.assertFalse(model.outcore.first)
+            self.assertEqual(model.outcore.numbers()["groups_refused"], 0)
+            model.outcore.close()
+
+    def test_a_model_that_is_closed_in_its_first_pass(self):
+        model = offload(folder("llama"), "3MiB")
+        model.model.layers[1].register_forward_hook(lambda *_: model.outcore.close())
+        with Refused(self, "closed", "anew"), torch.no_grad():
+            model(IDS)
+        self.assertEqual(_len_torch_dispatch_stack(), 0)
+
+    def test_what_a_module_reads_of_others_may_be_more_than_the_memory(self):
+        class Reads(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = torch.nn.Embedding(2000, 256)
+                self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(6))
+
+            def forward(self, ids):
+                x = self.table(input=ids)
+                for layer in self.layers:
+                    x = layer(x)
+                return x @ sum(layer.weight for layer in self.layers)
+
+        torch.manual_seed(4)
+        own = Reads().eval()
+        path = os.path.join(FOLDER.name, "reads")
+        os.makedirs(path)
+        save_file(own.state_dict(), os.path.join(path, "model.safetensors"))
+        with torch.device("meta"):
+            empty, small = Reads(), Reads()
+        with torch.no_grad():
+            model = offload(empty, 14 * PAGE, folder=path, check=True)
+            expected = as_in(model, own)(IDS)
+            for _ in range(2):
+                self.assertTrue(torch.equal(model(IDS), expected))
+            numbers = model.outcore.numbers()
+            self.assertEqual(numbers["passes"], 2)
+            # Rows that are looked up by keyword are announced.
+            self.assertTrue(all(name.startswith("layers.") for name in numbers["unannounced_names"]))
+            model.outcore.close()
+            for call in (lambda: model(IDS), lambda: offload(model, "2MiB", folder=path)):
+                with Refused(self, "closed", "construct a new module"):
+                    call()
+            # What could not be offloaded is as it was, and can be.
+            kept = dict(small.named_parameters())
+            for memory in (4 * PAGE, 5 * PAGE):
+                with Refused(self, "budget_too_small"):
+                    offload(small, memory, folder=path)
+                self.assertTrue(all(value is kept[name] for name, value in small.named_parameters()))
+                self.assertTrue(small.training)
+                self.assertFalse(small.layers[0]._forward_hooks or small.layers[0]._forward_pre_hooks)
+            model = offload(small, 14 * PAGE, folder=path)
+            self.assertTrue(torch.equal(model(IDS), expected))
             model.outcore.close()
 
 
