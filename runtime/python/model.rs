@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::Mutex;
+use pyo3::Borrowed;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -16,10 +18,26 @@ use crate::rows::Rows;
 use crate::tensor::Tensor;
 
 /// A number of bytes, or text such as "8GiB".
-#[derive(Debug, FromPyObject)]
+#[derive(Debug)]
 pub enum Size {
     Number(u64),
     Text(String),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Size {
+    type Error = PyErr;
+
+    fn extract(from: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(bytes) = from.extract() {
+            return Ok(Self::Number(bytes));
+        }
+        if let Ok(text) = from.extract() {
+            return Ok(Self::Text(text));
+        }
+        let what = from.repr()?;
+        let message = format!("{what} is no size: it is a number of bytes, not negative, or text such as \"8GiB\"");
+        Err(PyTypeError::new_err(message))
+    }
 }
 
 impl Size {

@@ -343,6 +343,14 @@ class Errors(unittest.TestCase):
         again = pickle.loads(pickle.dumps(error))
         self.assertEqual((str(again), again.kind, again.remedy, again.transient), ("what (wait)", "busy", "wait", True))
 
+    def test_what_is_no_size_is_said_in_one_line(self):
+        for options in ({"memory": -1}, {"memory": 1.5}, {"memory": "1MiB", "page_size": 1 << 70}):
+            with self.assertRaises(TypeError) as raised:
+                outcore.MappedModel(path(), **options)
+            said = str(raised.exception)
+            self.assertIn("no size: it is a number of bytes", said)
+            self.assertIn(repr(next(value for value in options.values() if value != "1MiB")), said)
+
     def test_wrong_types_raise(self):
         with opened(8) as model:
             group, rows = model.group([]), model.rows("table")
