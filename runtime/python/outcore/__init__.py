@@ -1,7 +1,8 @@
 """Out-of-core tensors: models in less memory than their weights take.
 
 `outcore.torch.offload` runs a torch model in the memory that it is given. `MappedModel` is what is below that, for any
-library that takes DLPack. Everything that fails is an `outcore.Error`.
+library that takes DLPack. What fails is an `outcore.Error`; arguments of a wrong type raise
+TypeError, and views that cannot be BufferError.
 """
 
 import importlib
