@@ -12,12 +12,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { echo "test_python: $*" >&2; exit 1; }
 
+python=$venv/bin/python
+[ -x "$python" ] || [ -n "${OUTCORE_PYTHON_VENV:-}" ] || python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$python is no Python of 3.11 or later: name one by PYTHON, or its environment by OUTCORE_PYTHON_VENV"
 if ! "$venv/bin/python" -c 'import torch, transformers, accelerate, numpy, safetensors' 2>/dev/null; then
-    [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv" || fail "no virtual environment could be made in $venv"
+    # An environment that somebody named is theirs.
+    [ -z "${OUTCORE_PYTHON_VENV:-}" ] || fail "$venv has not all of ${packages[*]}: install them there"
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "no virtual environment could be made in $venv"
     "$venv/bin/python" -m pip install --quiet --only-binary :all: "${packages[@]}" ||
         fail "${packages[*]} could not be had; is the package index reachable?"
 fi
-PYTHON=$venv/bin/python scripts/python_package.sh --find >/dev/null || fail "Python 3.11 or later is needed"
 # Strict, so that an evicted page cannot be touched: an access that no module announced is always seen.
 cargo build -p outcore -p outcore-python --features outcore/strict
 scripts/python_package.sh "$target/python/package"
