@@ -161,7 +161,7 @@ class Offloaded:
         self.mapped = mapped
         self.path = path
         self.lock = threading.Lock()
-        self.closed = False
+        self.closed, self.process = False, os.getpid()
         self.handles = []
         self.here = threading.local()
         self.remedy = "offload the folder anew" if module is None else "construct a new module, and offload it anew"
@@ -375,9 +375,9 @@ class Offloaded:
         run, here = module._call_impl, self.here
 
         def call(*arguments, **named):
-            if self.closed:
-                raise self.ended()
             outermost = not getattr(here, "inside", False)
+            if self.closed or (outermost and not self.is_at_home()):
+                raise self.ended()
             here.inside = True
             try:
                 if outermost and module is self.module:
@@ -474,7 +474,14 @@ class Offloaded:
 
     # ---- what cannot be done with it
 
+    def is_at_home(self):
+        """Whether this is the process that opened it. In a child by fork, locks may be held for ever."""
+        return self.process == os.getpid()
+
     def ended(self):
+        if not self.is_at_home():
+            what = f"the model in {self.path} was offloaded before a fork, and is not in this process"
+            return Error(what, "closed", "offload the folder in the process that uses it")
         return Error(f"the model in {self.path} was closed", "closed", self.remedy)
 
     def refuse(self):
@@ -587,7 +594,10 @@ class Offloaded:
         return "\n".join(lines)
 
     def close(self):
-        """Ends it: the module has no weights any more, and its memory goes when nobody else has any of its tensors."""
+        """Ends it: the module has no weights any more, and its memory goes when nobody else has any of its tensors.
+        In a child by fork there is nothing to end."""
+        if not self.is_at_home():
+            return
         with self.lock:
             if self.closed:
                 return

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import tempfile
 import threading
 import unittest
@@ -288,6 +289,28 @@ class Bits(unittest.TestCase):
         with Refused(self, "closed", "anew"), torch.no_grad():
             model(IDS)
         self.assertEqual(_len_torch_dispatch_stack(), 0)
+
+    def test_a_child_by_fork_is_told(self):
+        model = offload(folder("llama"), "3MiB")
+        model.outcore.lock.acquire()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(60)
+                with Refused(self, "closed", "before a fork"):
+                    model(IDS)
+                with Refused(self, "closed", "before a fork"):
+                    model.lm_head(torch.zeros(1, 256))
+                model.outcore.close()
+                outcore.torch.close_all()
+                status = 0
+            finally:
+                os._exit(status)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        model.outcore.lock.release()
+        self.inferred(model)
+        model.outcore.close()
 
     def test_what_a_module_reads_of_others_may_be_more_than_the_memory(self):
         class Reads(torch.nn.Module):
