@@ -284,7 +284,8 @@ impl KvLayout {
         let [kept, let_go] = self.kept_and_let_go().map(u64::from);
         let all = extent.tokens().div_ceil(u64::from(self.tokens));
         let within = self.let_go_behind().map_or(all, |window| self.blocks_within(window, extent));
-        kept.saturating_mul(all).saturating_add(let_go.saturating_mul(within))
+        // Where all groups are let go, a sequence still has a number for each of its blocks (`blocks_most`).
+        kept.saturating_mul(all).saturating_add(let_go.saturating_mul(within)).max(all)
     }
 
     /// The most blocks that a pass of a sequence that goes so far reads in a group with this window.

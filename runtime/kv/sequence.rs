@@ -95,6 +95,9 @@ pub struct Sequence {
     /// The key of the last of them, or the one in front of the first.
     key: BlockKey,
     parent: Option<Link>,
+    /// The first of them that the pool does not know by its tokens: it was complete before it was this sequence's
+    /// alone, or something before it was let go. Nobody finds it, nor what comes behind it.
+    unknown: Option<usize>,
     /// The tokens behind them.
     tail: Vec<Token>,
     permit: Option<Permit>,
@@ -198,6 +201,7 @@ impl Sequence {
             complete,
             key,
             parent,
+            unknown: None,
             tail: Vec::new(),
             permit: None,
             passes: None,
@@ -511,6 +515,11 @@ impl Sequence {
         Ok(())
     }
 
+    /// The number of the first block behind what these share with forks: all of them, or the first until `part`.
+    fn first_own_of(&self, part: &Option<Arc<Part>>) -> usize {
+        part.as_ref().map_or_else(|| self.first_own(), |part| part.first)
+    }
+
     /// What is shared with no other sequence any more is this one's own again.
     fn take_back(&mut self) {
         while let Some(part) = self.before.take() {
@@ -611,16 +620,17 @@ impl Sequence {
             let Some(Some(block)) = mine else {
                 // What a window has left, and what was shared before it was complete, is not found; nor is what comes
                 // behind it.
+                self.unknown.get_or_insert(nth);
                 (self.key, self.parent, self.complete) = (key, None, nth + 1);
                 continue;
             };
-            let findable = nth == 0 || self.parent.is_some();
-            if findable {
+            if self.unknown.is_none() && (nth == 0 || self.parent.is_some()) {
                 let known = Known { key, parent: self.parent, realm: self.realm, tokens };
                 let same = state.tables.keep(*block, &known);
                 if let Some(same) = same.filter(|same| same != block) {
                     if self.view.has(nth) && !state.tables.give_part(*block, same) {
                         // Its own is not found, nor is what comes behind it.
+                        self.unknown = Some(nth);
                         (self.key, self.parent, self.complete) = (key, None, nth + 1);
                         continue;
                     }
@@ -632,6 +642,8 @@ impl Sequence {
                     joined = true;
                 }
                 self.parent = Some(state.tables.link_of(*block));
+            } else {
+                self.unknown.get_or_insert(nth);
             }
             (self.key, self.complete) = (key, nth + 1);
         }
@@ -643,7 +655,8 @@ impl Sequence {
     }
 
     /// Another sequence with the same tokens. Both use the same blocks; the block that is not full is copied by the one
-    /// that appends to it. Takes the same short time whatever the length.
+    /// that appends to it. Takes the same short time whatever the length; but where layers [let blocks
+    /// go](crate::KvLayout::letting_go), more for each block in their window.
     pub fn fork(&mut self) -> Self {
         if !self.own.is_empty() {
             let part = Part {
@@ -659,10 +672,10 @@ impl Sequence {
             true => self.view.fork(&mut self.pool.0.state.lock()),
             false => View::none(),
         };
-        let Self { tenant, realm, len, done, complete, key, parent, .. } = *self;
+        let Self { tenant, realm, len, done, complete, key, parent, unknown, .. } = *self;
         let (pool, before, tail) = (self.pool.clone(), self.before.clone(), self.tail.clone());
         let (own, permit, passes) = (Vec::new(), None, None);
-        Self { pool, tenant, realm, before, own, view, len, done, complete, key, parent, tail, permit, passes }
+        Self { pool, tenant, realm, before, own, view, len, done, complete, key, parent, unknown, tail, permit, passes }
     }
 
     /// Forgets the tokens from position `len` on. Blocks in which none is left are let go.
@@ -679,28 +692,47 @@ impl Sequence {
         let each = self.each();
         let blocks = len.div_ceil(each) as usize;
         let first_kept = self.pool.0.layout.first_kept(len);
-        if first_kept < self.view.first() {
-            let table = self.blocks();
-            if !self.view.go_back(&mut self.pool.0.state.lock(), first_kept, &table, blocks) {
-                let message = format!("position {len} of a sequence that has let go what the token there sees");
-                return Err(Error::new(ErrorKind::NotFound, message)
-                    .remedy("begin another sequence with the tokens, and compute what is not found"));
-            }
-        }
-        self.outdate_passes(true);
         self.take_back();
-        self.view.cut(&mut self.pool.0.state.lock(), blocks);
-        while self.first_own() > blocks {
-            if let Err(error) = self.leave_part(blocks) {
-                let table = self.blocks();
-                self.view.follow(&mut self.pool.0.state.lock(), &table);
-                return Err(error);
-            }
+        let table = self.blocks();
+        // The part shared with forks in which the last block that stays is, if that is not its own.
+        let mut within = None;
+        while self.first_own_of(&within) > blocks {
+            within = within.as_ref().map_or(&self.before, |part: &Arc<Part>| &part.before).clone();
         }
         let mut state = self.pool.0.state.lock();
-        let gone = self.own.split_off(blocks.saturating_sub(self.first_own()).min(self.own.len()));
+        // All that can fail comes first, and nobody else changes anything meanwhile.
+        let mut kept = Vec::new();
+        if let Some(part) = &within {
+            for block in &part.blocks[..blocks - part.first] {
+                if let Some(block) = block
+                    && let Err(error) = state.share(self.tenant, *block)
+                {
+                    Part::release(&mut state, self.tenant, &kept);
+                    return Err(error);
+                }
+                kept.push(*block);
+            }
+        }
+        if first_kept >= self.view.first() {
+            self.view.cut(&mut state, blocks);
+        } else if !self.view.go_back(&mut state, first_kept, &table, blocks) {
+            Part::release(&mut state, self.tenant, &kept);
+            let message = format!("position {len} of a sequence that has let go what the token there sees");
+            return Err(Error::new(ErrorKind::NotFound, message)
+                .remedy("begin another sequence with the tokens, and compute what is not found"));
+        }
+        let gone = match &within {
+            Some(_) => std::mem::replace(&mut self.own, kept),
+            None => self.own.split_off(blocks.saturating_sub(self.first_own()).min(self.own.len())),
+        };
         Part::release(&mut state, self.tenant, &gone);
         drop(state);
+        if let Some(part) = within {
+            // The end of a part takes the lock.
+            self.before = part.before.clone();
+        }
+        self.outdate_passes(true);
+        self.unknown = self.unknown.filter(|nth| *nth < blocks);
         self.len = len;
         self.done = self.done.min(len);
         let complete = (len / each) as usize;
@@ -718,8 +750,9 @@ impl Sequence {
         } else {
             self.tail.resize((len % each) as usize, Token::default());
         }
+        let link = |last: BlockId| self.unknown.is_none().then(|| tables.link_of(last));
         (self.key, self.parent) = match complete.checked_sub(1).and_then(|last| table.get(last).copied().flatten()) {
-            Some(last) => (tables.key_of(last), Some(tables.link_of(last))),
+            Some(last) => (tables.key_of(last), link(last)),
             None => (self.pool.0.root(self.realm), None),
         };
         self.complete = complete;

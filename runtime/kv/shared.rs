@@ -195,7 +195,12 @@ impl Shared {
         owner: TenantId,
         fill: impl FnOnce(BlockId, bool) -> Result<()>,
     ) -> Result<BlockId> {
-        let taken = self.state.lock().take(tenant, owner)?;
+        let taken = self.state.lock().take(tenant, owner);
+        let taken = taken.or_else(|error| {
+            // What a deleted tenant has left since the last sequence began is room, too.
+            self.free_what_ended();
+            self.state.lock().take(tenant, owner).map_err(|_| error)
+        })?;
         let Taken { block, overwriting } = taken;
         let mut taking = Taking { shared: self, tenant, taken, filled: false };
         let filled = self.whole(block).and_then(|places| {

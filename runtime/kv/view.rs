@@ -73,12 +73,7 @@ impl View {
     /// The sequence has no more blocks than so many.
     pub fn cut(&mut self, state: &mut State, blocks: usize) {
         let gone = self.blocks.split_off(blocks.saturating_sub(self.first).min(self.blocks.len()));
-        gone.into_iter().flatten().for_each(|block| state.tables.unsee(block, Leaves::Ends));
-    }
-
-    /// The sequence has these blocks after all.
-    pub fn follow(&mut self, state: &mut State, table: &[Option<BlockId>]) {
-        table.iter().skip(self.first + self.blocks.len()).for_each(|block| self.push(state, *block));
+        gone.into_iter().rev().flatten().for_each(|block| state.tables.unsee(block, Leaves::Ends));
     }
 
     /// The sequence lets the block of this number go.

@@ -451,6 +451,7 @@ mod tests {
         let set = |expression: &str| format!("{{% set ns.s = {expression} %}}");
         let long = "{% set a = 'abcdefgh' * 100000 %}";
         let grows = [
+            "{% set a = [] %}{% for x in a * 10 ** 18 %}{% endfor %}".to_owned(),
             repeated("'ab'", &set("ns.s ~ ns.s"), ""),
             repeated("'ab'", &set("ns.s + ns.s"), ""),
             repeated("'ab'", &set("ns.s * 2"), ""),
@@ -539,6 +540,7 @@ mod tests {
             (constants, "constants"),
             ("{{ 'a' * 99999999 }}".to_owned(), "constants"),
             ("{{ ['a' * 1000] * 1000 * 1000 }}".to_owned(), "constants"),
+            ("{% for x in [] * 1000000000000 %}{% endfor %}".to_owned(), "constants"),
             (format!("{{{{ {} }}}}", vec!["a"; 600].join(" ~ ")), "1000 words"),
             (format!("{{{{ {}a{} }}}}", "(".repeat(400), ")".repeat(400)), "recursion"),
             (format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(600)), "500 times 'elif'"),

@@ -40,6 +40,8 @@ const VALUE_BYTES: usize = size_of::<Value>();
 /// The widest field of a format.
 const WIDTH_DIGITS: usize = 4;
 const WIDTH_MOST: usize = 10_usize.pow(WIDTH_DIGITS as u32);
+/// What fills a field takes at most, in bytes: a character of four, in the field and in what it is put together from.
+const FILL_BYTES: usize = 8;
 /// How much longer a text gets at most where its case changes, or where it is escaped.
 const CASE_TIMES: usize = 3;
 const ESCAPE_TIMES: usize = 8;
@@ -187,7 +189,8 @@ fn times(state: &State<'_, '_>, left: Value, right: Value) -> Result<Value> {
         let budget = Budget::of(state)?;
         let bytes = match one.as_str() {
             Some(text) => text.len(),
-            None if is_list(one) => budget.list(one),
+            // Also of nothing many times: whoever goes over that counts.
+            None if is_list(one) => budget.list(one).max(1),
             None => continue,
         };
         budget.charge(bytes.saturating_mul(count.as_usize().unwrap_or(1)))?;
@@ -270,7 +273,7 @@ fn formatted(budget: &Budget, format: &str, arguments: &[Value]) -> Result<()> {
         return Err(invalid(format!("a format takes widths of at most {WIDTH_DIGITS} digits")));
     }
     let fields = format.bytes().filter(|byte| b"%{".contains(byte)).count();
-    let field = arguments.iter().fold(WIDTH_MOST, |sum, value| sum.saturating_add(budget.text(value)));
+    let field = arguments.iter().fold(WIDTH_MOST * FILL_BYTES, |sum, value| sum.saturating_add(budget.text(value)));
     budget.charge(fields.saturating_mul(field).saturating_add(format.len()))
 }
 
@@ -381,7 +384,7 @@ fn constant(node: &Json) -> Option<(f64, bool)> {
             Json::String(text) => (text.len().max(1) as f64, true),
             number => (number.as_f64().unwrap_or(1.0).abs().max(1.0), false),
         }),
-        "List" => sum(&parts["items"]),
+        "List" => sum(&parts["items"]).map(|(bytes, _)| (bytes.max(1.0), true)),
         "Map" => Some((sum(&parts["keys"])?.0 + sum(&parts["values"])?.0, true)),
         "UnaryOp" => constant(&parts["expr"]),
         "BinOp" => {
@@ -615,8 +618,8 @@ impl Bounded {
     /// # Errors
     /// What the template refuses, and what exceeds the bounds.
     pub fn render(&self, root: Value, given: usize) -> Result<String> {
-        let (instructions, blocks) = compiled(&self.source)?;
         let _turn = self.turn.lock();
+        let (instructions, blocks) = compiled(&self.source)?;
         let root = merge_maps([root, Value::from_iter([(BUDGET, Value::from_object(Budget::of_input(given)))])]);
         let mut text = String::new();
         let mut out = make_string_output(&mut text);

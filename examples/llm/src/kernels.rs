@@ -1069,6 +1069,9 @@ mod x86 {
     #[target_feature(enable = "avx2,fma")]
     pub fn add_rows_f32(shares: &[f32], rows: &[f32], stride: usize, y: &mut [f32]) {
         const WIDE: usize = 8;
+        if shares.is_empty() {
+            return;
+        }
         let mut at = 0;
         while let Some(y) = y[at..].first_chunk_mut::<{ 8 * WIDE }>() {
             add_columns::<WIDE>(shares, &rows[at..], stride, y.as_chunks_mut::<8>().0);
@@ -1139,5 +1142,32 @@ mod x86 {
             store_ps(y, sum);
         }
         tail_y.iter_mut().zip(tail_x).for_each(|(y, x)| *y += a * x.to_f32());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_quantised_alike_at_all_levels_whatever_they_hold() {
+        let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-38, -1e-38, 1e-45, 0.0, f32::MAX];
+        let mut state = 7u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            state >> 8
+        };
+        for round in 0..2000 {
+            let scale = [1.0, 1e-30, 1e-38, 1e30][round % 4];
+            let mut x: [f32; BLOCK] = std::array::from_fn(|_| (next() as f32 / (1 << 23) as f32 - 1.0) * scale);
+            for value in odd.iter().take(round % 3) {
+                x[next() as usize % BLOCK] = *value;
+            }
+            x[next() as usize % BLOCK] = odd[next() as usize % odd.len()];
+            let plain = quantise_plainly(&x);
+            let found = quantise(Level::detect(), &x);
+            assert_eq!((found.q, found.half), (plain.q, plain.half), "{x:?}");
+            assert_eq!(found.scale.to_bits(), plain.scale.to_bits(), "{x:?}");
+        }
     }
 }

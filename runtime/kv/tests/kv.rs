@@ -391,6 +391,58 @@ fn what_is_not_there_is_refused() {
     runtime.close().unwrap();
 }
 
+/// It dropped the blocks behind the cut before it asked for those in front of it, and went on with fewer than it had.
+#[test]
+fn regression_a_cut_that_a_tenants_limit_forbids_leaves_all_as_it_was() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 16);
+    let mut said = Said::begin(&pool, A, &tokens(0..32 * 3)).unwrap();
+    let _first = said.sequence.fork();
+    said.say(&tokens(500..500 + 32 * 2)).unwrap();
+    let _second = said.sequence.fork();
+    let mut options = TenantOptions::default();
+    options.blocks_most = 5;
+    pool.set_tenant(A, options).unwrap();
+    let error = said.sequence.truncate(32 * 2).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{error}");
+    said.check();
+    options.blocks_most = 16;
+    pool.set_tenant(A, options).unwrap();
+    said.say(&tokens(900..940)).unwrap();
+    said.check();
+    let mut again = Said::begin(&pool, A, &said.tokens.clone()).unwrap();
+    again.check();
+    said.sequence.truncate(32 + 5).unwrap();
+    said.tokens.truncate(32 + 5);
+    said.say(&tokens(0..70)).unwrap();
+    said.check();
+    again.check();
+    again.say(&tokens(7..9)).unwrap();
+    again.check();
+    drop((said, again, _first, _second, pool));
+    runtime.close().unwrap();
+}
+
+/// Its tokens were taken for those of whoever had the block before.
+#[test]
+fn regression_a_block_that_was_shared_before_it_was_committed_is_not_found_by_other_tokens() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 1);
+    let before = tokens(700..732);
+    drop(Said::begin(&pool, A, &before).unwrap());
+    let mut sequence = pool.begin(A, &[]).unwrap();
+    sequence.append(&tokens(0..32)).unwrap();
+    let fork = sequence.fork();
+    sequence.commit(32).unwrap();
+    drop(fork);
+    sequence.truncate(10).unwrap();
+    sequence.append(&before[10..]).unwrap();
+    sequence.commit(32).unwrap();
+    assert_eq!(pool.found(A, &[before, tokens(0..1)].concat()), 0);
+    drop((sequence, pool));
+    runtime.close().unwrap();
+}
+
 #[test]
 fn a_pool_says_in_which_tiers_a_prefix_is() {
     let runtime = runtime(64);

@@ -51,9 +51,12 @@ pub fn quantise(x: &[f32; BLOCK]) -> Quants {
     let scale = _mm512_reduce_max_ps(_mm512_max_ps(sizes[0], sizes[1])) / 127.0;
     let inverse = _mm512_set1_ps(if scale > 0.0 { 1.0 / scale } else { 0.0 });
     let rounder = _mm512_set1_ps(12_582_912.0);
+    let (least, most) = (_mm512_set1_ps(-128.0), _mm512_set1_ps(127.0));
     let whole = x.map(|x| {
         let rounded = _mm512_sub_ps(_mm512_add_ps(_mm512_mul_ps(x, inverse), rounder), rounder);
-        _mm512_cvttps_epi32(rounded)
+        // As a conversion by `as` does: infinities are the nearest, and what is no number is zero.
+        let is_number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(rounded, rounded);
+        _mm512_maskz_cvttps_epi32(is_number, _mm512_max_ps(_mm512_min_ps(rounded, most), least))
     });
     let both = whole.map(|whole| _mm512_cvtepi32_epi8(whole));
     let mut quants = Quants { q: [0; BLOCK], scale, half: whole.map(|whole| _mm512_reduce_add_epi32(whole)) };
