@@ -24,6 +24,19 @@ struct Part {
 }
 
 impl Part {
+    /// Has a sequence use these blocks, too: all of them, or none.
+    fn share(state: &mut State, tenant: TenantId, blocks: &[Option<BlockId>]) -> Result<Vec<Option<BlockId>>> {
+        for (nth, block) in blocks.iter().enumerate() {
+            if let Some(block) = block
+                && let Err(error) = state.share(tenant, *block)
+            {
+                Self::release(state, tenant, &blocks[..nth]);
+                return Err(error);
+            }
+        }
+        Ok(blocks.to_vec())
+    }
+
     fn release(state: &mut State, tenant: TenantId, blocks: &[Option<BlockId>]) {
         blocks.iter().rev().flatten().for_each(|block| state.release(tenant, *block));
     }
@@ -495,19 +508,16 @@ impl Sequence {
     /// are among its first `blocks`.
     fn leave_part(&mut self, blocks: usize) -> Result<()> {
         let Some(part) = self.before.take() else { return Ok(()) };
-        let mut kept = Vec::new();
         let mut state = self.pool.0.state.lock();
-        for block in part.blocks.iter().take(blocks.saturating_sub(part.first)) {
-            if let Some(block) = block
-                && let Err(error) = state.share(self.tenant, *block)
-            {
-                Part::release(&mut state, self.tenant, &kept);
+        let stay = blocks.saturating_sub(part.first).min(part.blocks.len());
+        let kept = match Part::share(&mut state, self.tenant, &part.blocks[..stay]) {
+            Ok(kept) => kept,
+            Err(error) => {
                 drop(state);
                 self.before = Some(part);
                 return Err(error);
             }
-            kept.push(*block);
-        }
+        };
         Part::release(&mut state, self.tenant, &std::mem::replace(&mut self.own, kept));
         // The end of the part takes the lock.
         drop(state);
@@ -701,18 +711,8 @@ impl Sequence {
         }
         let mut state = self.pool.0.state.lock();
         // All that can fail comes first, and nobody else changes anything meanwhile.
-        let mut kept = Vec::new();
-        if let Some(part) = &within {
-            for block in &part.blocks[..blocks - part.first] {
-                if let Some(block) = block
-                    && let Err(error) = state.share(self.tenant, *block)
-                {
-                    Part::release(&mut state, self.tenant, &kept);
-                    return Err(error);
-                }
-                kept.push(*block);
-            }
-        }
+        let stay = within.as_ref().map_or(&[][..], |part| &part.blocks[..blocks - part.first]);
+        let kept = Part::share(&mut state, self.tenant, stay)?;
         if first_kept >= self.view.first() {
             self.view.cut(&mut state, blocks);
         } else if !self.view.go_back(&mut state, first_kept, &table, blocks) {
