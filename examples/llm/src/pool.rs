@@ -192,20 +192,8 @@ impl Pool {
 
     /// Calls `work(i, chunk)` for the consecutive chunks of `chunk_len` elements of `out` (the last may be shorter).
     pub fn run_chunks<T: Send>(&self, out: &mut [T], chunk_len: usize, work: impl Fn(usize, &mut [T]) + Sync) {
-        struct Base<T>(*mut T);
-        // SAFETY: the pointer is used to make disjoint slices only, each by the one thread that claimed its index.
-        unsafe impl<T: Send> Sync for Base<T> {}
-        let chunk_len = chunk_len.max(1);
-        let (len, base) = (out.len(), Base(out.as_mut_ptr()));
-        let base = &base;
-        self.run(len.div_ceil(chunk_len), &|i| {
-            let start = i * chunk_len;
-            let end = len.min(start + chunk_len);
-            // SAFETY: start < end <= len, indices are claimed once (invariant 3), so slices never overlap, and `out`
-            // stays mutably borrowed until `run` returns.
-            let chunk = unsafe { std::slice::from_raw_parts_mut(base.0.add(start), end - start) };
-            work(i, chunk);
-        });
+        let len = out.len();
+        self.run_columns((out, len), 0..len, chunk_len, |i, mut chunk| work(i, chunk.row(0)));
     }
 }
 
