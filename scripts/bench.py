@@ -91,9 +91,9 @@ def generate(model, tokens, arguments, cap=None):
     return found
 
 
-def peer(model, tokens, prompt, cap=None):
+def peer(model, tokens, prompt, cap=None, more=()):
     """llama.cpp on the same prompt and as many threads, under the same cap; None where it cannot run there."""
-    command = [PEER, model, prompt, tokens, os.cpu_count()]
+    command = [PEER, model, prompt, tokens, os.cpu_count(), *more]
     if cap:
         command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", cap, *command]
     done = run(command)

@@ -4,9 +4,9 @@
     bench_architectures.py [ARCH...] [--rounds N] [--models DIR] [--out STEM]
 
 Models have random weights, of which `make_model` writes a few hundred megabytes. Both sides compute on all processors
-and are given the same prompt; greedy. `decode` is of passes of one token, by their median; `prompt` is one pass over
-256 tokens, ours the second time, when all of the file is in memory. The sides follow each other in each round, and
-ratios are taken round by round. Needs what `make peers` builds.
+and are given the same prompt; greedy. `decode` is of passes of one token, by their median; `16` and `256` are one pass
+over a prompt of so many tokens, which both sides have read before, so that all of the file is in memory. The sides
+follow each other in each round, and ratios are taken round by round. Needs what `make peers` builds.
 """
 
 import argparse
@@ -28,12 +28,17 @@ MODELS = {
     "gemma3": DENSE,
     "phi3": DENSE,
     "llama mixture": MIXED,
+    "qwen2moe": MIXED,
+    "olmoe": MIXED,
     "qwen3moe": MIXED,
     "gpt-oss": MIXED,
     "glm4moe": MIXED,
 }
 TYPES = {"gpt-oss": ["Q8_0", "MXFP4"], "llama": ["Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"]}
 TOKENS = 64
+PROMPTS = [16, 256]
+# How often each prompt is read, and the last time counts.
+TIMES = 3
 
 
 def main():
@@ -48,7 +53,8 @@ def main():
         return
     rows = {}
     draw = random.Random(1)
-    prompt = ",".join(str(draw.randrange(300, 31000)) for _ in range(256))
+    prompts = [[draw.randrange(300, 31000) for _ in range(tokens)] for tokens in PROMPTS]
+    prompts = [",".join(map(str, prompt)) for prompt in prompts]
     for name in options.archs or MODELS:
         for dtype in TYPES.get(name, ["Q8_0"]):
             file = options.models / f"{name.replace(' ', '-')}-{dtype}.gguf"
@@ -56,16 +62,18 @@ def main():
             was_there = file.exists()
             if not make(Model(name, file, 0, made_by=["--arch", arch, "--dtype", dtype, *MODELS[name]])):
                 continue
-            got = rows.setdefault((name, dtype), {"decode": [], "prompt": [], "ours": [], "theirs": []})
+            got = rows.setdefault((name, dtype), {"decode": [], "ours": [], "theirs": [], **{tokens: [] for tokens in PROMPTS}})
             for _ in range(options.rounds):
-                ours = generate(file, TOKENS, ["--prompt-tokens", prompt, "--repeat", "2"])
-                theirs = peer(file, TOKENS, prompt)
+                for tokens, prompt in zip(PROMPTS, prompts):
+                    ours = generate(file, TOKENS, ["--prompt-tokens", prompt, "--repeat", TIMES])
+                    theirs = peer(file, TOKENS, prompt, more=["0", TIMES])
+                    if theirs and "pass_s_median" in theirs:
+                        got[tokens].append(theirs["ttft_s"] / ours["ttft_s"])
                 if not theirs or "pass_s_median" not in theirs:
                     continue
                 got["ours"].append(1 / ours["pass_s_median"])
                 got["theirs"].append(1 / theirs["pass_s_median"])
                 got["decode"].append(theirs["pass_s_median"] / ours["pass_s_median"])
-                got["prompt"].append(theirs["ttft_s"] / ours["ttft_s"])
             tell(f"{name} {dtype}: {json.dumps(got)}")
             if not was_there:
                 file.unlink()
@@ -74,13 +82,13 @@ def main():
         f"{h['cores']} x {h['cpu']}, {h['memory_gib']} GiB, Linux {h['kernel']}; commit {h['commit']}, {h['date']}."
         f" Medians with [least - most] of {options.rounds} rounds, interleaved.",
         "",
-        "| architecture | type | tokens/s | llama.cpp | times, decode | times, prompt |",
-        "|---|---|---|---|---|---|",
+        "| architecture | type | tokens/s | llama.cpp | times, decode | times, 16 | times, 256 |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (name, dtype), got in rows.items():
         if got["ours"]:
             cells = [show(spread(got[key])) for key in ["ours", "theirs"]]
-            cells += [show(spread(got[key]), 1, 2) for key in ["decode", "prompt"]]
+            cells += [show(spread(got[key]), 1, 2) for key in ["decode", *PROMPTS]]
             lines.append(f"| {name} | {dtype} | {' | '.join(cells)} |")
     text = "\n".join(lines)
     print(text)

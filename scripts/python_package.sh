@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The Python package outcore, as a wheel would have it, of the extension that Cargo built in the dev profile:
+# The Python package outcore, as a wheel would have it, of the extension that Cargo built in the dev profile, or with
+# PROFILE=release in that:
 #   python_package.sh FOLDER     puts the package into FOLDER, which PYTHONPATH may name
 #   python_package.sh --find     prints an interpreter that can run its tests; exit status 77 if there is none
 # PYTHON names an interpreter with numpy and safetensors; unless told, it is that of .venv (scripts/fetch_programs.sh).
@@ -24,7 +25,7 @@ if [ "${1:-}" = --find ]; then
 fi
 
 package=${1:?python_package.sh: name a folder}/outcore
-library=${CARGO_TARGET_DIR:-target}/debug/lib_native.so
+library=${CARGO_TARGET_DIR:-target}/${PROFILE:-debug}/lib_native.so
 [ -f "$library" ] || { echo "python_package.sh: $library is not there: cargo build -p outcore-python" >&2; exit 1; }
 rm -rf "$package"
 mkdir -p "$package"

@@ -1,9 +1,9 @@
 /* llama.cpp as a peer of `generate`: the same prompt ids, greedy, memory-mapped weights.
  *
- *     llama-peer MODEL ID,ID,... TOKENS THREADS [SEED]
+ *     llama-peer MODEL ID,ID,... TOKENS THREADS [SEED [TIMES]]
  *
- * With a seed, tokens are drawn at temperature 1: greedy words of a model with random weights fall into a loop, which
- * uses a few experts of a mixture only.
+ * With a seed that is not 0, tokens are drawn at temperature 1: greedy words of a model with random weights fall into a
+ * loop, which uses a few experts of a mixture only. With TIMES the prompt is read so often, and the last time counts.
  *
  * Prints one line of JSON, whose figures mean what those of `generate --json` mean. It is written in C because a Python
  * interpreter around the library would take a part of what llama.cpp may use under a memory limit.
@@ -66,13 +66,15 @@ static void print_ids(const char *name, const llama_token *ids, int count) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 5 && argc != 6) fail("usage: llama-peer MODEL ID,ID,... TOKENS THREADS [SEED]");
-    uint64_t seed = argc == 6 ? strtoull(argv[5], NULL, 10) : 0;
+    if (argc < 5 || argc > 7) fail("usage: llama-peer MODEL ID,ID,... TOKENS THREADS [SEED [TIMES]]");
+    uint64_t seed = argc > 5 ? strtoull(argv[5], NULL, 10) : 0;
+    int drawn = seed != 0, times = argc > 6 ? atoi(argv[6]) : 1;
     static llama_token prompt[TOKENS_MAX], made[TOKENS_MAX];
     static double passes[TOKENS_MAX];
     int given = 0, wanted = atoi(argv[3]), threads = atoi(argv[4]);
     for (char *id = strtok(argv[2], ","); id && given < TOKENS_MAX; id = strtok(NULL, ",")) prompt[given++] = atoi(id);
-    if (given < 1 || wanted < 2 || wanted > TOKENS_MAX || threads < 1) fail("bad ids, number of tokens or threads");
+    if (given < 1 || wanted < 2 || wanted > TOKENS_MAX || threads < 1 || times < 1)
+        fail("bad ids, number of tokens, threads or times");
 
     llama_log_set(quiet, NULL);
     llama_backend_init();
@@ -87,6 +89,11 @@ int main(int argc, char **argv) {
     if (!context) fail("no context can be made");
 
     int vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    for (int n = 1; n < times; n++) {
+        if (llama_decode(context, llama_batch_get_one(prompt, given))) fail("a pass failed");
+        llama_get_logits_ith(context, -1); /* waits for the pass */
+        llama_memory_clear(llama_get_memory(context), true);
+    }
     struct llama_batch batch = llama_batch_get_one(prompt, given);
     double first = 0, decoding = 0;
     for (int n = 0; n < wanted; n++) {
@@ -97,7 +104,7 @@ int main(int argc, char **argv) {
         for (int i = 1; i < vocab; i++) {
             if (logits[i] > logits[best]) best = i;
         }
-        made[n] = argc == 6 ? draw(logits, vocab, best, &seed) : best;
+        made[n] = drawn ? draw(logits, vocab, best, &seed) : best;
         double took = now() - start;
         if (n == 0) {
             first = took;

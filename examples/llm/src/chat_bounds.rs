@@ -1,11 +1,12 @@
 //! Bounds on what a chat template takes. A template comes with a model, from whoever published it, and Jinja has no
-//! limit of memory: a text that is set to itself twice, 40 times, is a terabyte.
+//! limit of memory: a text that is set to itself twice, 40 times, is a terabyte. It has a limit of steps, but a step
+//! may compare megabytes.
 //!
 //! The template is compiled to instructions, and these are rewritten: before each one that makes a text or a list, a
 //! filter of this module charges what it makes to the [`Budget`] of the rendering. What the template writes, also into
 //! a variable or for a macro's caller, is charged by the formatter. So all that one rendering makes stays below the
-//! budget, whatever it keeps. What has no bound of its own is refused: filters that are not known here, calls with `*`,
-//! other templates.
+//! budget, whatever it keeps. What comparisons, tests, filters and methods read is charged alike. What has no bound of
+//! its own is refused: filters that are not known here, calls with `*`, other templates.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
@@ -32,6 +33,12 @@ const CONSTANTS_MOST: f64 = (1 << 20) as f64;
 /// Bytes of texts and lists that a rendering may make: so many, and so many for each byte that it is given.
 const MADE_MOST: usize = 64 << 20;
 const MADE_EACH: usize = 8;
+/// Bytes of texts that a rendering may read by comparisons, tests, filters and methods: so many, which take about a
+/// second, and so many for each byte that it is given.
+const READ_MOST: usize = 1 << 30;
+const READ_EACH: usize = 256;
+/// What a value costs at least that is read as a part of another one.
+const READ_LEAST: usize = 16;
 /// The most values that are looked at when they are kept in variables, and how deep one may be. JSON has 128 levels.
 const LOOKS_MOST: usize = 1 << 22;
 const DEPTH_MOST: usize = 160;
@@ -53,6 +60,8 @@ const CONCAT: &str = "(concat)";
 const ADD: &str = "(add)";
 const TIMES: &str = "(times)";
 const CONTAINS: &str = "(contains)";
+const COMPARE: &str = "(compare)";
+const TEST: &str = "(test)";
 const MADE: &str = "(made)";
 const KEEP: &str = "(keep)";
 const SHARE: &str = "(share)";
@@ -70,6 +79,7 @@ fn invalid(why: impl Into<String>) -> JinjaError {
 pub struct Budget {
     most: usize,
     bytes: AtomicUsize,
+    reads: AtomicUsize,
     looks: AtomicUsize,
 }
 
@@ -79,7 +89,8 @@ impl Budget {
     /// That of a rendering which is given so many bytes of text.
     fn of_input(given: usize) -> Self {
         let most = given.saturating_mul(MADE_EACH).saturating_add(MADE_MOST);
-        Self { most, bytes: most.into(), looks: LOOKS_MOST.into() }
+        let reads = given.saturating_mul(READ_EACH).saturating_add(READ_MOST);
+        Self { most, bytes: most.into(), reads: reads.into(), looks: LOOKS_MOST.into() }
     }
 
     fn of(state: &State<'_, '_>) -> Result<Arc<Self>> {
@@ -99,6 +110,55 @@ impl Budget {
             invalid(format!("it makes more than {} bytes of texts and lists: {why}", self.most))
         };
         Self::take(&self.bytes, bytes).then_some(()).ok_or_else(too_much)
+    }
+
+    /// # Errors
+    /// If the rendering then read more bytes than it may.
+    fn read(&self, bytes: usize) -> Result<()> {
+        let too_much = || {
+            let why = "shorten the conversation, or use a model whose template compares less";
+            invalid(format!("it reads more bytes of texts than it may: {why}"))
+        };
+        Self::take(&self.reads, bytes).then_some(()).ok_or_else(too_much)
+    }
+
+    /// Charges that all of a value is read, so many times.
+    fn read_all(&self, value: &Value, times: usize) -> Result<()> {
+        let bytes = self.read_once(value, DEPTH_MOST)?;
+        self.read(bytes.saturating_mul(times.saturating_sub(1)))
+    }
+
+    /// Charges that all of a value is read, and returns its bytes.
+    fn read_once(&self, value: &Value, depth: usize) -> Result<usize> {
+        let own = value.as_str().map_or(READ_LEAST, |text| text.len().max(READ_LEAST));
+        self.read(own)?;
+        let Some(object) = value.as_object() else { return Ok(own) };
+        if depth == 0 {
+            return Err(invalid(format!("a value that is compared has more than {DEPTH_MOST} levels")));
+        }
+        let add = |sum, part: Value| Ok(self.read_once(&part, depth - 1)?.saturating_add(sum));
+        match value.kind() {
+            ValueKind::Map => {
+                let mut pairs = object.try_iter_pairs().into_iter().flatten().flat_map(|(key, part)| [key, part]);
+                pairs.try_fold(own, add)
+            }
+            ValueKind::Seq => object.try_iter().into_iter().flatten().try_fold(own, add),
+            _ => Ok(own),
+        }
+    }
+
+    /// Charges that these values, as far as they are texts, are read.
+    fn read_texts(&self, values: &[Value]) -> Result<()> {
+        self.read(values.iter().filter_map(Value::as_str).map(str::len).fold(0, usize::saturating_add))
+    }
+
+    /// Charges a comparison.
+    fn compare(&self, left: &Value, right: &Value) -> Result<()> {
+        match (left.as_str(), right.as_str()) {
+            (Some(left), Some(right)) => self.read(left.len().min(right.len())),
+            _ if left.as_object().is_some() && left.kind() == right.kind() => self.read_all(left, 1),
+            _ => Ok(()),
+        }
     }
 
     fn left(&self) -> usize {
@@ -200,11 +260,35 @@ fn times(state: &State<'_, '_>, left: Value, right: Value) -> Result<Value> {
 
 /// The operator `in`, before it is applied: what is looked for in a text becomes one.
 fn contains(state: &State<'_, '_>, part: Value, all: Value) -> Result<Value> {
+    let budget = Budget::of(state)?;
     if all.as_str().is_some() {
-        let budget = Budget::of(state)?;
         budget.charge(if part.as_str().is_some() { 0 } else { budget.text(&part) })?;
     }
+    if all.kind() != ValueKind::Map {
+        budget.read_all(&all, 1)?;
+    }
     Ok(sides(part, all))
+}
+
+/// A comparison, before it is made.
+fn compare(state: &State<'_, '_>, left: Value, right: Value) -> Result<Value> {
+    Budget::of(state)?.compare(&left, &right)?;
+    Ok(sides(left, right))
+}
+
+/// A test of values, before it is made, whose name comes last. Others than comparisons look at no more than texts.
+fn test(state: &State<'_, '_>, values: Rest<Value>) -> Result<Value> {
+    let [values @ .., name] = values.as_slice() else { return Err(invalid("a test has no name")) };
+    let budget = Budget::of(state)?;
+    match (name.as_str().unwrap_or_default(), values) {
+        (
+            "==" | "eq" | "equalto" | "!=" | "ne" | "<" | "lt" | "lessthan" | "<=" | "le" | ">" | "gt" | "greaterthan"
+            | ">=" | "ge",
+            [left, right],
+        ) => budget.compare(left, right)?,
+        (_, values) => budget.read_texts(values)?,
+    }
+    Ok(values.iter().rev().cloned().collect())
 }
 
 /// The test `in`.
@@ -303,6 +387,17 @@ fn filter(state: &State<'_, '_>, values: Rest<Value>) -> Result<Value> {
 
 fn filtered(state: &State<'_, '_>, name: &str, value: &Value, arguments: &[Value], all: &[Value]) -> Result<Value> {
     let budget = Budget::of(state)?;
+    budget.read_texts(all)?;
+    let parts = value.len().unwrap_or(1).max(1);
+    match name {
+        // As often as sorting looks at each part.
+        "dictsort" | "max" | "min" | "sort" | "unique" => budget.read_all(value, parts.ilog2() as usize + 1)?,
+        // No test reads more of a part than there is of what the part is tested by.
+        "reject" | "rejectattr" | "select" | "selectattr" => {
+            arguments.iter().try_for_each(|argument| budget.read_all(argument, parts))?;
+        }
+        _ => {}
+    }
     match name {
         // They make none, or a part of what is there. `tojson` is this crate's, and charges what it writes.
         "abs" | "attr" | "bool" | "count" | "d" | "default" | "first" | "float" | "int" | "last" | "length" | "max"
@@ -355,8 +450,9 @@ fn method(state: &State<'_, '_>, values: Rest<Value>) -> Result<Value> {
         return Err(invalid("a method has no name"));
     };
     let name = name.as_str().unwrap_or_default();
+    let budget = Budget::of(state)?;
+    budget.read_texts(&values)?;
     if let Some(text) = value.as_str() {
-        let budget = Budget::of(state)?;
         match name {
             "format" => formatted(&budget, text, arguments)?,
             "join" => arguments.iter().try_for_each(|list| joined(&budget, list, text.len()))?,
@@ -461,6 +557,13 @@ fn charged<'s>(from: &Instructions<'s>) -> Result<Instructions<'s>> {
             Instruction::Add => Some(ADD),
             Instruction::Mul => Some(TIMES),
             Instruction::In => Some(CONTAINS),
+            Instruction::Eq
+            | Instruction::Ne
+            | Instruction::Lt
+            | Instruction::Lte
+            | Instruction::Gt
+            | Instruction::Gte
+            | Instruction::CompareAndPreserve(_) => Some(COMPARE),
             _ => None,
         };
         let refused = match instruction {
@@ -495,6 +598,12 @@ fn charged<'s>(from: &Instructions<'s>) -> Result<Instructions<'s>> {
             Instruction::ApplyFilter(name, Some(arguments), _) => {
                 push(Instruction::LoadConst(Value::from(*name)));
                 push(apply(FILTER, arguments + 1));
+            }
+            Instruction::PerformTest(name, Some(arguments), _) => {
+                push(Instruction::LoadConst(Value::from(*name)));
+                push(apply(TEST, arguments + 1));
+                push(Instruction::UnpackList((*arguments).into()));
+                push(instruction.clone());
             }
             Instruction::CallMethod(name, Some(arguments)) => {
                 push(Instruction::LoadConst(Value::from(*name)));
@@ -600,6 +709,8 @@ impl Bounded {
         environment.add_filter(ADD, add);
         environment.add_filter(TIMES, times);
         environment.add_filter(CONTAINS, contains);
+        environment.add_filter(COMPARE, compare);
+        environment.add_filter(TEST, test);
         environment.add_filter(MADE, made);
         environment.add_filter(KEEP, keep);
         environment.add_filter(SHARE, share);

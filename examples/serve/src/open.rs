@@ -28,8 +28,11 @@ use crate::tenants::Tenants;
 
 /// Sequences are taken to be about so long where the tokens of a block follow from it.
 const TYPICAL_CONTEXT: u64 = 256;
-/// Pages are no larger, unless that is asked for, or the kernel would not allow as many.
-const PAGE_MOST: Bytes = Bytes::kib(512);
+/// The fewest pages that `--kv-space` is: where it is small, so are pages, because each answer wastes half of its last
+/// blocks.
+const KV_PAGES_LEAST: u64 = 32;
+/// What that makes smaller is no smaller than this.
+const PAGE_LEAST: Bytes = Bytes::kib(64);
 /// Logits may take one part in so many of the memory, where nobody says how many answers are written at a time.
 const LOGITS_PART: u64 = 16;
 /// The fewest and the most answers at a time, then.
@@ -223,14 +226,14 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     lengths.push(args.kv_space);
     let wishes = Wishes { memory: args.memory, device: None, host: Bytes::ZERO, page_size: args.page_size };
     let builder = Runtime::builder().for_model(files.header()).store(StoreOptions::new(args.io));
-    // Smaller than weights alone would want: each answer wastes half of its last blocks. Where a page has room for more
-    // tokens of a layer than answers have, it has several layers.
+    // Where a page has room for more tokens of a layer than answers have, it has several layers.
     let frames_most = HostDevice::frames_allowed(outcore::machine::max_map_count()?).max(1);
     let page_of = |device: Bytes| {
         let chosen = builder.clone().device_budget(device).settings()?.page_size.value.bytes();
         // The smallest with which the kernel allows so much memory: each frame takes two mappings.
         let least = device.get().div_ceil(frames_most).next_power_of_two();
-        PageSize::new(Bytes::new(chosen.min(least.max(PAGE_MOST.get()))))
+        let of_blocks = 1 << (args.kv_space.get() / KV_PAGES_LEAST).max(PAGE_LEAST.get()).ilog2();
+        PageSize::new(Bytes::new(chosen.min(least.max(of_blocks))))
     };
     let budgets = match (divide(wishes, &lengths, working, page_of), &draft) {
         (Err(error), Some(draft)) => return Err(draft.no_room(DRAFT_SESSIONS, error)),

@@ -1,5 +1,5 @@
-//! What a chat template takes of memory, whatever it says, measured by an allocator that counts. There is one test, so
-//! that little else allocates meanwhile.
+//! What a chat template takes of memory, by an allocator that counts, and of time, by what it reads, whatever it says.
+//! There is one test, so that little else allocates meanwhile.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -19,6 +19,11 @@ const CHAT: &str = "/v1/chat/completions";
 const MADE_MOST: usize = 64 << 20;
 const TIMES: usize = 4;
 
+/// A conversation with one text of a megabyte.
+fn long() -> String {
+    json!({ "messages": [{ "role": "user", "content": "a".repeat(1 << 20) }], "max_tokens": 1 }).to_string()
+}
+
 fn body(messages: usize, tools: usize) -> String {
     let tool = |nth| {
         let description = "d".repeat(1000);
@@ -34,7 +39,7 @@ fn body(messages: usize, tools: usize) -> String {
 }
 
 #[test]
-fn a_template_takes_no_more_memory_than_it_may_whatever_it_says() {
+fn a_template_takes_no_more_memory_or_time_than_it_may_whatever_it_says() {
     let doubled = |step: &str| {
         format!("{{% set ns = namespace(s='ab') %}}{{% for i in range(40) %}}{step}{{% endfor %}}{{{{ tools }}}}")
     };
@@ -46,7 +51,26 @@ fn a_template_takes_no_more_memory_than_it_may_whatever_it_says() {
         ("{% set l = [1] %}{{ (l * 99999999999) | list }}".to_owned(), body(1, 0)),
         ("{% for m in messages %}{{ tools | tojson }}{% endfor %}".to_owned(), body(2048, 100)),
     ];
-    for (source, body) in cases {
+    let made = cases.map(|(source, body)| (source, body, "bytes of texts and lists", 4));
+    let again = |read: &str| {
+        let own = "{% set c = messages[0].content %}{% set d = c ~ '' %}";
+        format!("{own}{{% for i in range(99999) %}}{read}{{% endfor %}}{{{{ tools }}}}")
+    };
+    let reads = [
+        "{% if c == d %}{% endif %}",
+        "{% if c < d %}{% endif %}",
+        "{% if 1 < c < d %}{% endif %}{% if c <= d <= c %}{% endif %}",
+        "{% if 'b' in c %}{% endif %}",
+        "{% if [c] == [d] %}{% endif %}",
+        "{% if c is eq(d) %}{% endif %}",
+        "{% if c is endingwith(d) %}{% endif %}",
+        "{% if c | length %}{% endif %}",
+        "{% if c.count('b') %}{% endif %}",
+        "{% if [c, d] | sort %}{% endif %}",
+        "{% if [c, c] | select('==', d) | first %}{% endif %}",
+    ];
+    let read = reads.map(|read| (again(read), long(), "reads more bytes of texts", 1));
+    for (source, body, what, clients) in made.into_iter().chain(read) {
         let template = ChatTemplate::new(source.clone(), String::new(), String::new()).unwrap();
         let server = Server::with(&[], Tenants::single(None).unwrap(), |app| app.opened.template = Some(template));
         // What others use too is there before.
@@ -55,12 +79,12 @@ fn a_template_takes_no_more_memory_than_it_may_whatever_it_says() {
         ALLOCATED.reset_peak_usage();
         // One is rendered at a time.
         std::thread::scope(|scope| {
-            for _ in 0..4 {
+            for _ in 0..clients {
                 scope.spawn(|| {
                     let answer = server.post(CHAT, &body);
                     let kind = "invalid_request_error";
                     let message = answer.assert_error(400, kind, Some("messages"), Some("invalid_value"));
-                    for part in ["chat template", "bytes of texts and lists", "shorten the conversation"] {
+                    for part in ["chat template", what, "shorten the conversation"] {
                         assert!(message.contains(part), "{source}: {message}");
                     }
                 });
