@@ -21,6 +21,7 @@ import tempfile
 UNSAFE_ALLOWED = {
     "runtime/outcore/device/": "reserves, maps and copies raw memory",
     "runtime/outcore/store/": "hands buffers to the kernel",
+    "runtime/outcore/load/memory.rs": "has reads fill raw memory, which becomes tensors' bytes",
     "runtime/outcore/os/kernel_pages.rs": "asks the kernel for its page size",
     "runtime/outcore/os/limits.rs": "asks the kernel for limits",
     "runtime/outcore/os/process.rs": "has a page that is zeroed in children",

@@ -40,10 +40,10 @@
 //! and the remedy. The library prints nothing; it reports through [`tracing`].
 //!
 //! Beside what is named here there are [`mod@pin`] (which guard to use), [`mod@stats`] (what a runtime tells of
-//! itself), [`mod@policy`] (for a policy of your own), [`mod@format`] (headers of model files), [`machine`] (what the
-//! machine gives), [`mod@device`] and [`store`] (for a device or a source of pages of your own), and [`dlpack`]. A
-//! GPU's memory is the crate `outcore-cuda`'s. Policies on traces, machines that are not there, and what a job needs
-//! are the crate `outcore-lab`'s.
+//! itself), [`mod@policy`] (for a policy of your own), [`mod@format`] (headers of model files), [`mod@load`] (tensors
+//! in ordinary memory), [`machine`] (what the machine gives), [`mod@device`] and [`store`] (for a device or a source of
+//! pages of your own), and [`dlpack`]. A GPU's memory is the crate `outcore-cuda`'s. Policies on traces, machines that
+//! are not there, and what a job needs are the crate `outcore-lab`'s.
 
 // The state machine that decides, a crate of its own; and its macro `invariant`.
 #[macro_use]
@@ -58,6 +58,7 @@ mod dtype;
 pub mod durable;
 mod engine;
 pub mod format;
+pub mod load;
 mod lookahead;
 mod memory;
 mod model;

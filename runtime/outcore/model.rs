@@ -132,7 +132,7 @@ impl Runtime {
                 let handle = File::open(&file.path).map_err(failed)?;
                 let now = handle.metadata().map_err(failed)?;
                 if FileState::of(&now) != file.state {
-                    return Err(changed_since(file));
+                    return Err(file.changed_since());
                 }
                 self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
             })
@@ -152,7 +152,7 @@ impl Runtime {
             let id = store.add_source(source.clone())?;
             // The store has taken its identity: a change from here on is noticed there.
             let state = FileState::of_source(&source);
-            let same = state.and_then(|state| if state == file.state { Ok(id) } else { Err(changed_since(file)) });
+            let same = state.and_then(|state| if state == file.state { Ok(id) } else { Err(file.changed_since()) });
             if same.is_err() {
                 store.remove_file(id);
             }
@@ -201,9 +201,4 @@ impl Runtime {
 fn lacks_descriptors(error: &Error) -> bool {
     let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
     cause.is_some_and(no_descriptor_left)
-}
-
-fn changed_since(file: &ModelFile) -> Error {
-    let message = format!("{} changed after its header was read", file.path.display());
-    Error::new(ErrorKind::ModelChanged, message).remedy("open the model again")
 }

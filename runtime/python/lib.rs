@@ -8,6 +8,7 @@
 mod capsule;
 mod error;
 mod group;
+mod load;
 mod model;
 mod open;
 mod room;
@@ -20,6 +21,8 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(load::load, module)?)?;
+    module.add_class::<load::LoadedTensor>()?;
     module.add_class::<model::MappedModel>()?;
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<group::Group>()?;

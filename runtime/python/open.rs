@@ -194,18 +194,27 @@ fn is_aligned(dtype: DType, offset: u64) -> bool {
     offset.is_multiple_of(dtype.block_bytes().min(8))
 }
 
+/// The header of safetensors, as `read` reads it.
+///
+/// # Errors
+/// Those of `read`; `Unsupported` for pickles, which are not looked at, and for other formats.
+pub fn safetensors(path: &Path, read: impl FnOnce(&Path) -> Result<ModelHeader>) -> Result<ModelHeader> {
+    refuse_pickles(path)?;
+    let header = read(path)?;
+    if !matches!(header.metadata, Metadata::Safetensors(_)) {
+        let message = format!("{} is no safetensors model", path.display());
+        return Err(Error::new(ErrorKind::Unsupported, message).remedy("name a folder or a file of safetensors"));
+    }
+    Ok(header)
+}
+
 /// Maps the safetensors of a folder or a file, or of a file's model. Waits for the disk.
 ///
 /// # Errors
 /// Those of [`format::open`], of [`Faulting::new`], of opening a runtime, and of mapping; `Unsupported` for other
 /// formats and for tensors that lie where their type cannot be read.
 pub fn open(path: &Path, memory: Bytes, page_size: Option<Bytes>, leaves: bool) -> Result<Open> {
-    refuse_pickles(path)?;
-    let header = format::open(path)?;
-    if !matches!(header.metadata, Metadata::Safetensors(_)) {
-        let message = format!("{} is no safetensors model", path.display());
-        return Err(Error::new(ErrorKind::Unsupported, message).remedy("name a folder or a file of safetensors"));
-    }
+    let header = safetensors(path, |path| format::open(path))?;
     if let Some(tensor) = header.tensors.iter().find(|tensor| !is_aligned(tensor.dtype, tensor.offset)) {
         let TensorHeader { name, dtype, offset, .. } = tensor;
         let message = format!("the tensor {name} of {dtype} begins at byte {offset}, where its type cannot be read");

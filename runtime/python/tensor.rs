@@ -11,7 +11,7 @@ use crate::error::OrRaise;
 use crate::open::Open;
 
 /// The CPU's memory, in DLPack's numbers.
-const CPU: (i32, i32) = (1, 0);
+pub const CPU: (i32, i32) = (1, 0);
 
 /// A tensor of a mapped model: where it is, and what its bytes mean. It has the same address as long as anything of the
 /// model lives. It pins nothing: a page that is touched and not there is read then.

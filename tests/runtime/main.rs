@@ -12,6 +12,7 @@ mod durable_kills;
 mod failure;
 mod fuzzed_state;
 mod link_server;
+mod load;
 mod panics;
 mod private;
 mod readme;

@@ -31,7 +31,7 @@ pub mod safetensors;
 #[doc(hidden)]
 pub use names::{Expert, Role, expert, role};
 pub(crate) use open::open_caught;
-pub use open::{BYTES, open, open_bytes, open_source};
+pub use open::{BYTES, open, open_alone, open_bytes, open_source};
 
 /// A tensor as a model file declares it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,6 +94,12 @@ pub struct ModelFile {
 }
 
 impl ModelFile {
+    /// The error for a file that is no longer the one whose header was read.
+    pub(crate) fn changed_since(&self) -> Error {
+        let message = format!("{} changed after its header was read", self.path.display());
+        Error::new(ErrorKind::ModelChanged, message).remedy("open the model again")
+    }
+
     /// Whether the file of this metadata is the one whose header was read, and in the same state.
     #[doc(hidden)]
     pub fn had_state(&self, metadata: &std::fs::Metadata) -> bool {

@@ -70,6 +70,22 @@ pub fn open(path: impl AsRef<Path>) -> Result<ModelHeader> {
     open_file(path)
 }
 
+/// As [`open`], but a safetensors file is that file alone: where its name is that of a shard, the others are neither
+/// looked for nor needed. An index and a folder are the whole model.
+///
+/// # Errors
+/// As for [`open`].
+pub fn open_alone(path: impl AsRef<Path>) -> Result<ModelHeader> {
+    let path = path.as_ref();
+    if stat(path)?.is_file() {
+        let file = HeaderFile::open(path)?;
+        if file.sniff()? == Kind::Safetensors {
+            return one_safetensors(&file);
+        }
+    }
+    open(path)
+}
+
 /// The name of the tensor of a file that is [opened as bytes](open_bytes).
 pub const BYTES: &str = "bytes";
 
