@@ -245,6 +245,23 @@ impl DlpackView {
     /// From `address` on there are as many bytes as the type and the shape take. As long as `owner` lives they can be
     /// read by any thread, and nobody changes them.
     pub unsafe fn of_memory<T: Send + 'static>(address: u64, of: DType, shape: &[u64], owner: T) -> Result<Self> {
+        Self::owned(address, of, shape, owner, true)
+    }
+
+    /// As [`of_memory`](Self::of_memory), and the consumer may write.
+    ///
+    /// # Errors
+    /// The same.
+    ///
+    /// # Safety
+    /// From `address` on there are as many bytes as the type and the shape take. As long as `owner` lives they can be
+    /// read and written by any thread, and nobody but the consumer uses them.
+    pub unsafe fn of_memory_mut<T: Send + 'static>(address: u64, of: DType, shape: &[u64], owner: T) -> Result<Self> {
+        Self::owned(address, of, shape, owner, false)
+    }
+
+    /// A view of memory that `owner` keeps. What may be done with the memory is the caller's to know.
+    fn owned<T: Send + 'static>(address: u64, of: DType, shape: &[u64], owner: T, read_only: bool) -> Result<Self> {
         let what = format!("memory of {of}, shape {shape:?}");
         let (dtype, lists) = (dtype(of, &what)?, layout(shape, &what)?);
         if i32::try_from(lists.0.len()).is_err() {
@@ -256,7 +273,7 @@ impl DlpackView {
         }
         let address = if shape.contains(&0) { 0 } else { address };
         let cpu = ffi::DLDevice { device_type: ffi::DLDeviceType::kDLCPU, device_id: 0 };
-        Ok(view(Owner(owner), None, address, (dtype, cpu, true), lists))
+        Ok(view(Owner(owner), None, address, (dtype, cpu, read_only), lists))
     }
 
     /// Takes back a structure that no consumer has taken.
