@@ -1,16 +1,29 @@
 """Out-of-core tensors: models in less memory than their weights take.
 
-`outcore.torch.offload` runs a torch model in the memory that it is given. `MappedModel` is what is below that, for any
-library that takes DLPack. What fails is an `outcore.Error`; arguments of a wrong type raise
-TypeError, and views that cannot be BufferError.
+`outcore.torch.offload` runs a torch model in the memory that it is given. `MappedModel` is what is below that, and
+`Runtime` has tensors that are pinned, for any library that takes DLPack. What fails is an `outcore.Error`; arguments of
+a wrong type raise TypeError, and views that cannot be BufferError.
 """
 
 import importlib
 
 from ._error import Error
-from ._native import Group, MappedModel, Rows, Tensor, __version__
+from ._native import Group, MappedModel, MappedTensor, Model, Pin, Rows, Runtime, Tensor, View, __version__
 
-__all__ = ["Error", "Group", "MappedModel", "Rows", "Tensor", "__version__", "torch"]
+__all__ = [
+    "Error",
+    "Group",
+    "MappedModel",
+    "MappedTensor",
+    "Model",
+    "Pin",
+    "Rows",
+    "Runtime",
+    "Tensor",
+    "View",
+    "__version__",
+    "torch",
+]
 
 
 def __getattr__(name):
