@@ -123,7 +123,7 @@ impl Opened {
 
 /// For messages about who holds what. A thread that Python cannot name any more, at its end, has no name.
 fn name_of_thread(py: Python<'_>) -> String {
-    let name = || py.import("threading")?.call_method0("current_thread")?.getattr("name")?.extract();
-    let name: PyResult<String> = name();
-    name.map_or_else(|_| "a thread".to_owned(), |name| format!("thread {name}"))
+    let name =
+        || -> PyResult<String> { py.import("threading")?.call_method0("current_thread")?.getattr("name")?.extract() };
+    name().map_or_else(|_| "a thread".to_owned(), |name| format!("thread {name}"))
 }

@@ -73,7 +73,7 @@ impl Runtime {
     /// A tensor of zeros that can be written, and may be larger than the memory.
     fn zeros(&self, py: Python<'_>, shape: Shape, dtype: &str) -> PyResult<Tensor> {
         self.opened.usable().or_raise()?;
-        let dtype: DType = dtype.parse().or_raise()?;
+        let dtype = dtype.parse::<DType>().or_raise()?;
         let tensor = py.detach(|| self.opened.runtime().alloc(dtype, &shape.0)).or_raise()?;
         Ok(Tensor::new(self.opened.clone(), tensor))
     }
