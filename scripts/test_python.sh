@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 target=${CARGO_TARGET_DIR:-target}
 venv=${OUTCORE_PYTHON_VENV:-$target/python/venv}
-packages=(torch==2.15.0 transformers==5.24.0 accelerate==1.15.0 numpy==2.4.6 safetensors==0.8.0)
+packages=(torch==2.15.0 transformers==5.24.0 accelerate==1.15.0 numpy==2.4.6 safetensors==0.8.0 mypy==2.4.1)
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { echo "test_python: $*" >&2; exit 1; }
@@ -16,7 +16,7 @@ python=$venv/bin/python
 [ -x "$python" ] || [ -n "${OUTCORE_PYTHON_VENV:-}" ] || python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$python is no Python of 3.11 or later: name one by PYTHON, or its environment by OUTCORE_PYTHON_VENV"
-if ! "$venv/bin/python" -c 'import torch, transformers, accelerate, numpy, safetensors' 2>/dev/null; then
+if ! "$venv/bin/python" -c 'import torch, transformers, accelerate, numpy, safetensors, mypy' 2>/dev/null; then
     # An environment that somebody named is theirs.
     [ -z "${OUTCORE_PYTHON_VENV:-}" ] || fail "$venv has not all of ${packages[*]}: install them there"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "no virtual environment could be made in $venv"
@@ -27,5 +27,7 @@ fi
 cargo build -p outcore -p outcore-python --features outcore/strict
 scripts/python_package.sh "$target/python/package"
 export PYTHONPATH=$target/python/package HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# What the stubs say is what the extension has.
+"$venv/bin/python" -m mypy.stubtest outcore._native
 "$venv/bin/python" -m unittest discover -v -s runtime/python/tests -p 'test_*.py'
 echo "test-python: ok"

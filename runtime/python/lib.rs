@@ -5,14 +5,21 @@
 //! - No thread of the runtime ever asks for the GIL, so whoever touches a page while it has the GIL is served.
 //! - What fails is `outcore.Error`. A panic is an exception too: PyO3 lets none through.
 
+mod arguments;
 mod capsule;
 mod error;
 mod group;
 mod load;
 mod model;
 mod open;
+mod opened;
+mod paged;
+mod pinned;
+mod pins;
 mod room;
 mod rows;
+mod runtime;
+mod stats;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -24,7 +31,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(load::load, module)?)?;
     module.add_class::<load::LoadedTensor>()?;
     module.add_class::<model::MappedModel>()?;
-    module.add_class::<tensor::Tensor>()?;
+    module.add_class::<tensor::MappedTensor>()?;
     module.add_class::<group::Group>()?;
-    module.add_class::<rows::Rows>()
+    module.add_class::<rows::Rows>()?;
+    module.add_class::<runtime::Runtime>()?;
+    module.add_class::<paged::Model>()?;
+    module.add_class::<paged::Tensor>()?;
+    module.add_class::<pins::Pin>()?;
+    module.add_class::<pins::View>()
 }

@@ -9,10 +9,9 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
-use crate::capsule;
+use crate::capsule::{self, Asked};
 use crate::error::OrRaise;
 use crate::open::safetensors;
-use crate::tensor::CPU;
 
 /// A tensor in memory of its own, which it gives to the first library that takes it by DLPack.
 #[pyclass(frozen, module = "outcore")]
@@ -51,7 +50,7 @@ impl LoadedTensor {
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        CPU
+        capsule::CPU
     }
 
     /// A capsule for `from_dlpack`, on the CPU, which may be written and owns the memory. There is one.
@@ -64,22 +63,13 @@ impl LoadedTensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        let refused = |what: &str| Err(PyBufferError::new_err(format!("the tensor {what}")));
-        if stream.is_some() {
-            return refused("is in the CPU's memory, where there are no streams: pass stream=None");
-        }
-        if max_version.is_none_or(|(major, _)| major < 1) {
-            return refused("is given by DLPack 1 only: pass max_version=(1, 0)");
-        }
-        if dl_device.is_some_and(|device| device != CPU) {
-            return refused("is in the CPU's memory: take it there, and copy it by the library that you use");
-        }
-        if copy == Some(true) {
-            return refused("is given as it lies: copy it by the library that you use");
-        }
+        Asked { on_stream: stream.is_some(), max_version, dl_device, copy }.check(|| "the tensor".to_owned())?;
         match self.memory.lock().take() {
             Some(tensor) => capsule::of(py, tensor.into_dlpack().or_raise()?),
-            None => refused("was given already: keep what took it, or load the file again"),
+            None => {
+                let why = "the tensor was given already: keep what took it, or load the file again";
+                Err(PyBufferError::new_err(why))
+            }
         }
     }
 

@@ -1,6 +1,5 @@
 //! A model whose files are mapped on a runtime of its own.
 
-use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -11,11 +10,12 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::arguments::Many;
 use crate::error::OrRaise;
 use crate::group::Group;
 use crate::open::{Open, open};
 use crate::rows::Rows;
-use crate::tensor::Tensor;
+use crate::tensor::MappedTensor;
 
 /// A number of bytes, or text such as "8GiB".
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl<'py> FromPyObject<'_, 'py> for Size {
 }
 
 impl Size {
-    fn bytes(&self) -> Result<Bytes> {
+    pub fn bytes(&self) -> Result<Bytes> {
         match self {
             Self::Number(bytes) => Ok(Bytes::new(*bytes)),
             Self::Text(text) => text.parse(),
@@ -86,16 +86,16 @@ impl MappedModel {
     }
 
     /// The tensor of this name.
-    fn tensor(&self, name: &str) -> PyResult<Tensor> {
+    fn tensor(&self, name: &str) -> PyResult<MappedTensor> {
         let open = self.open().or_raise()?;
         let at = open.at(name).or_raise()?;
-        Ok(Tensor::new(open, at))
+        Ok(MappedTensor::new(open, at))
     }
 
     /// A set of tensors that are used together.
-    fn group(&self, names: Vec<String>) -> PyResult<Group> {
+    fn group(&self, names: Many<String>) -> PyResult<Group> {
         let open = self.open().or_raise()?;
-        Group::new(open, &names).or_raise()
+        Group::new(open, &names.0).or_raise()
     }
 
     /// A tensor of which rows are used: those of its first dimension.
@@ -105,14 +105,14 @@ impl MappedModel {
     }
 
     /// Declares that a pass uses these groups in this order, again and again.
-    fn declare(&self, py: Python<'_>, groups: Vec<PyRef<'_, Group>>) -> PyResult<()> {
+    fn declare(&self, py: Python<'_>, groups: Many<PyRef<'_, Group>>) -> PyResult<()> {
         let open = self.open().or_raise()?;
-        if let Some(at) = groups.iter().position(|group| !group.is_of(&open)) {
+        if let Some(at) = groups.0.iter().position(|group| !group.is_of(&open)) {
             let message = format!("group {at} of the order is of another model than {}", self.path.display());
             let error = Error::new(ErrorKind::InvalidArgument, message);
             return Err(error.remedy("declare groups that this model made, on each model its own")).or_raise();
         }
-        let order: Vec<outcore::Tensor> = groups.iter().flat_map(|group| group.tensors().iter().cloned()).collect();
+        let order: Vec<outcore::Tensor> = groups.0.iter().flat_map(|group| group.tensors().iter().cloned()).collect();
         py.detach(|| open.declare(&order));
         Ok(())
     }
@@ -139,14 +139,8 @@ impl MappedModel {
     /// What the runtime counted, by the names that the Rust API has. Sizes are in bytes, times in seconds.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let open = self.open().or_raise()?;
-        let mut text = serde_json::to_string(&open.runtime().stats()).map_err(|cause| {
-            crate::error::raise(Error::new(ErrorKind::Internal, format!("statistics are no JSON: {cause}")))
-        })?;
-        // The object's last bracket makes room for what this crate counts itself.
-        text.pop();
-        let (refused, most) = (open.refused(), open.room().pages());
-        let _ = write!(text, ",\"groups_refused\":{refused},\"pages_for_groups\":{most}}}");
-        py.import("json")?.call_method1("loads", (text,))
+        let own = [("groups_refused", open.refused()), ("pages_for_groups", open.room().pages())];
+        crate::stats::of(py, &open.runtime().stats(), &own)
     }
 
     /// Bytes of a page.

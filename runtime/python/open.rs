@@ -161,7 +161,7 @@ impl Drop for Open {
 }
 
 /// Refuses what holds pickles, by its name: nothing of it is read.
-fn refuse_pickles(path: &Path) -> Result<()> {
+pub fn refuse_pickles(path: &Path) -> Result<()> {
     const PICKLES: [&str; 5] = ["bin", "pt", "pth", "ckpt", "pkl"];
     let is_one = |path: &Path| {
         path.extension().and_then(|end| end.to_str()).is_some_and(|end| PICKLES.contains(&end.to_lowercase().as_str()))

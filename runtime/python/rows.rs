@@ -6,6 +6,7 @@ use std::sync::Arc;
 use outcore::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 
+use crate::arguments::Many;
 use crate::error::OrRaise;
 use crate::group::{Announced, Whose, pages};
 use crate::open::Open;
@@ -70,8 +71,8 @@ impl Drop for Rows {
 impl Rows {
     /// Announces these rows. Where they need more than half of the pages that groups may have, nothing is announced,
     /// and `False` returned: their pages come as they are touched.
-    fn enter(&self, py: Python<'_>, rows: Vec<i64>) -> PyResult<bool> {
-        let ranges = self.ranges(&rows).into_iter().map(|range| self.bytes.rows(range));
+    fn enter(&self, py: Python<'_>, rows: Many<i64>) -> PyResult<bool> {
+        let ranges = self.ranges(&rows.0).into_iter().map(|range| self.bytes.rows(range));
         let tensors = ranges.collect::<Result<Vec<_>>>().or_raise()?;
         let pages = pages(&tensors, self.open.page());
         if pages > self.open.room().pages() / 2 {
@@ -94,7 +95,7 @@ impl Rows {
     }
 
     /// As `enter`, before a module's pass. What it announces is ended by `after`, also where this fails.
-    fn before(&self, py: Python<'_>, rows: Vec<i64>) -> PyResult<bool> {
+    fn before(&self, py: Python<'_>, rows: Many<i64>) -> PyResult<bool> {
         self.enter(py, rows).inspect_err(|_| self.announced.enter_without())
     }
 

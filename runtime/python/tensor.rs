@@ -2,28 +2,24 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyTuple};
 
-use crate::capsule;
+use crate::capsule::{self, Asked};
 use crate::error::OrRaise;
 use crate::open::Open;
-
-/// The CPU's memory, in DLPack's numbers.
-pub const CPU: (i32, i32) = (1, 0);
 
 /// A tensor of a mapped model: where it is, and what its bytes mean. It has the same address as long as anything of the
 /// model lives. It pins nothing: a page that is touched and not there is read then.
 #[pyclass(frozen, module = "outcore")]
 #[derive(Debug)]
-pub struct Tensor {
+pub struct MappedTensor {
     open: Arc<Open>,
     /// Its place among the header's tensors.
     at: usize,
 }
 
-impl Tensor {
+impl MappedTensor {
     pub fn new(open: Arc<Open>, at: usize) -> Self {
         Self { open, at }
     }
@@ -34,7 +30,7 @@ impl Tensor {
 }
 
 #[pymethods]
-impl Tensor {
+impl MappedTensor {
     #[getter]
     fn name(&self) -> &str {
         &self.header().name
@@ -64,7 +60,7 @@ impl Tensor {
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        CPU
+        capsule::CPU
     }
 
     /// A capsule for `from_dlpack`, read-only, on the CPU, and never a copy.
@@ -77,21 +73,8 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        let refused = |what: &str| {
-            Err(PyBufferError::new_err(format!("the tensor {} of a mapped model {what}", self.header().name)))
-        };
-        if stream.is_some() {
-            return refused("is in the CPU's memory, where there are no streams: pass stream=None");
-        }
-        if max_version.is_none_or(|(major, _)| major < 1) {
-            return refused("is given by DLPack 1 only, which can say that it is read-only: pass max_version=(1, 0)");
-        }
-        if dl_device.is_some_and(|device| device != CPU) {
-            return refused("is in the CPU's memory: take it there, and copy it by the library that you use");
-        }
-        if copy == Some(true) {
-            return refused("is given as it lies: copy it by the library that you use");
-        }
+        let asked = Asked { on_stream: stream.is_some(), max_version, dl_device, copy };
+        asked.check(|| format!("the tensor {} of a mapped model", self.header().name))?;
         let header = self.header();
         let view = self.open.file(header.file).dlpack(header.offset..header.end(), header.dtype, &header.shape);
         capsule::of(py, view.or_raise()?)
