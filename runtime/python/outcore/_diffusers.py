@@ -243,7 +243,7 @@ def pipeline_of(kind, folder, modules):
     """The pipeline with these modules. The rest of it, such as tokenizers and schedulers, is what the folder says."""
     try:
         return kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **modules)
-    except (OSError, ValueError, ImportError, AttributeError) as cause:
+    except Exception as cause:
         raise Error(
             f"diffusers cannot make the {kind.__name__} in {folder}: {cause}",
             "unsupported",

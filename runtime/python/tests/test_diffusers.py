@@ -126,7 +126,7 @@ def folder(name):
         pipeline = PIPELINES[name]()
         for one in modules(pipeline).values():
             varied(one)
-        pipeline.save_pretrained(path, max_shard_size="2MB")
+        pipeline.save_pretrained(path, max_shard_size="5MB")
     return path
 
 
@@ -192,8 +192,8 @@ class Bits(unittest.TestCase):
                  for name, one in pipeline.outcore.components.items()}
         pipeline.outcore.close()
         # The transformer has room, but not with anything else besides.
-        memory = (sizes["transformer"] // PAGE + 8) * PAGE
-        self.assertGreater(sizes["text_encoder_2"], 16 * PAGE)
+        memory = (sizes["transformer"] // PAGE + 20) * PAGE
+        self.assertGreater(sizes["text_encoder_2"], 40 * PAGE)
         pipeline = offload(folder("flux"), memory)
         wanted = image(resident("flux", pipeline), steps=4)
         reads = []
@@ -218,7 +218,7 @@ class Bits(unittest.TestCase):
         kept = {name: list(one.parameters()) for name, one in modules(empty).items()}
         # What could not be offloaded is as it was, and can be.
         with Refused(self, "budget_too_small", "transformer", "pages"):
-            offload(empty, 12 * PAGE, folder=folder("flux"))
+            offload(empty, 8 * PAGE, folder=folder("flux"))
         for name, one in modules(empty).items():
             self.assertTrue(all(now is before for now, before in zip(one.parameters(), kept[name], strict=True)))
             self.assertFalse(hasattr(one, "outcore"))
@@ -394,22 +394,20 @@ class Refusals(unittest.TestCase):
             with Refused(self, "unsupported", "second time"):
                 call()
         pipeline.vae.outcore.close()
-        latents = image(pipeline)
-        self.assertEqual(latents.shape[0], 1)
         with Refused(self, "closed", "vae", "anew"):
-            image(pipeline, "np")
+            pipeline.vae.decode(hidden(1, 4, 8, 8))
         pipeline.outcore.close()
         pipeline.outcore.close()
         with Refused(self, "closed", "text_encoder", "anew"):
-            image(pipeline)
+            pipeline.text_encoder(torch.zeros(1, 4, dtype=torch.long))
 
     def test_what_cannot_be_offloaded(self):
         with Refused(self, "invalid_argument", "pipeline", "folder="):
             offload(flux(), "3MiB")
-        with Refused(self, "unsupported", "text_encoder", "weights of its own"):
+        with Refused(self, "unsupported", "weights of its own", "meta"):
             offload(flux(), MEMORY["flux"], folder=folder("flux"))
         with Refused(self, "budget_too_small", "transformer", "pages"):
-            offload(folder("flux"), 12 * PAGE)
+            offload(folder("flux"), 8 * PAGE)
 
     def changed(self, change):
         """The folder of a pipeline in which something is different."""
