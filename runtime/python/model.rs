@@ -1,6 +1,5 @@
 //! A model whose files are mapped on a runtime of its own.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use outcore::{Bytes, Error, ErrorKind, Result};
@@ -13,7 +12,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::arguments::Many;
 use crate::error::OrRaise;
 use crate::group::Group;
-use crate::open::{Open, open};
+use crate::open::{Open, Place, open};
 use crate::rows::Rows;
 use crate::tensor::MappedTensor;
 
@@ -49,18 +48,29 @@ impl Size {
     }
 }
 
-/// The safetensors of a folder or a file, mapped on a runtime with `memory` for pages. Threads may share it.
+impl<'py> FromPyObject<'_, 'py> for Place {
+    type Error = PyErr;
+
+    fn extract(from: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let Ok(parts) = from.cast::<PyDict>() else { return Ok(Self::One(from.extract()?)) };
+        let parts = parts.iter().map(|(name, path)| Ok((name.extract()?, path.extract()?)));
+        Ok(Self::Parts(parts.collect::<PyResult<_>>()?))
+    }
+}
+
+/// The safetensors of a folder or a file, or of several that have names, mapped on one runtime with `memory` for pages.
+/// Threads may share it.
 #[pyclass(frozen, module = "outcore")]
 #[derive(Debug)]
 pub struct MappedModel {
     open: Mutex<Option<Arc<Open>>>,
-    path: PathBuf,
+    place: Arc<Place>,
 }
 
 impl MappedModel {
     fn open(&self) -> Result<Arc<Open>> {
         let open = self.open.lock().clone().ok_or_else(|| {
-            let message = format!("the model in {} was closed", self.path.display());
+            let message = format!("the model in {} was closed", self.place);
             Error::new(ErrorKind::Closed, message).remedy("open it anew")
         })?;
         open.at_home()?;
@@ -70,14 +80,16 @@ impl MappedModel {
 
 #[pymethods]
 impl MappedModel {
-    /// Maps them. Reads headers, and measures the disk where nobody has done so.
+    /// Maps them. Reads headers, and measures the disk where nobody has done so. Of a dict of parts, the tensors of
+    /// each have its name and a dot before their own.
     #[new]
     #[pyo3(signature = (path, memory, *, page_size = None, check = false))]
-    fn new(py: Python<'_>, path: PathBuf, memory: Size, page_size: Option<Size>, check: bool) -> PyResult<Self> {
+    fn new(py: Python<'_>, path: Place, memory: Size, page_size: Option<Size>, check: bool) -> PyResult<Self> {
         let memory = memory.bytes().or_raise()?;
         let page_size = page_size.map(|size| size.bytes()).transpose().or_raise()?;
-        let open = py.detach(|| open(&path, memory, page_size, check)).or_raise()?;
-        Ok(Self { open: Mutex::new(Some(Arc::new(open))), path })
+        let place = Arc::new(path);
+        let open = py.detach(|| open(place.clone(), memory, page_size, check)).or_raise()?;
+        Ok(Self { open: Mutex::new(Some(Arc::new(open))), place })
     }
 
     /// The names of its tensors, in the order of the files.
@@ -108,7 +120,7 @@ impl MappedModel {
     fn declare(&self, py: Python<'_>, groups: Many<PyRef<'_, Group>>) -> PyResult<()> {
         let open = self.open().or_raise()?;
         if let Some(at) = groups.0.iter().position(|group| !group.is_of(&open)) {
-            let message = format!("group {at} of the order is of another model than {}", self.path.display());
+            let message = format!("group {at} of the order is of another model than {}", self.place);
             let error = Error::new(ErrorKind::InvalidArgument, message);
             return Err(error.remedy("declare groups that this model made, on each model its own")).or_raise();
         }
@@ -181,6 +193,6 @@ impl MappedModel {
 
     fn __repr__(&self) -> String {
         let state = if self.is_closed() { "closed" } else { "open" };
-        format!("<outcore model {}, {state}>", self.path.display())
+        format!("<outcore model {}, {state}>", self.place)
     }
 }

@@ -1,5 +1,7 @@
 //! The mapped files of a model, and who announces what of them.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,6 +16,29 @@ use crate::room::Room;
 /// Frames that are left to touches.
 const FOR_TOUCHES: u64 = LEAST_FRAMES / 2;
 
+/// Where a model is.
+#[derive(Debug)]
+pub enum Place {
+    /// In a folder or a file.
+    One(PathBuf),
+    /// In several, each with the name of a part. Tensors have that name and a dot before their own.
+    Parts(Vec<(String, PathBuf)>),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(path) => write!(f, "{}", path.display()),
+            Self::Parts(parts) => {
+                for (at, (_, path)) in parts.iter().enumerate() {
+                    write!(f, "{}{}", if at == 0 { "" } else { ", " }, path.display())?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
 /// What lives as long as any tensor of the model does, closed or not: views of others may be anywhere.
 #[derive(Debug)]
 pub struct Open {
@@ -22,7 +47,7 @@ pub struct Open {
     files: Vec<Arc<Mapped>>,
     walker: Walker,
     runtime: Runtime,
-    path: PathBuf,
+    place: Arc<Place>,
     page: u64,
     /// Where announced sets have their pages.
     room: Room,
@@ -104,8 +129,7 @@ impl Open {
         if self.is_at_home() {
             return Ok(());
         }
-        let message =
-            format!("the model in {} was opened before a fork, and is not in this process", self.path.display());
+        let message = format!("the model in {} was opened before a fork, and is not in this process", self.place);
         Err(Error::new(ErrorKind::Closed, message).remedy("open it in the process that uses it"))
     }
 
@@ -116,7 +140,7 @@ impl Open {
         if !self.closed.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let message = format!("the model in {} was closed", self.path.display());
+        let message = format!("the model in {} was closed", self.place);
         Err(Error::new(ErrorKind::Closed, message).remedy("open it anew"))
     }
 
@@ -208,12 +232,11 @@ pub fn safetensors(path: &Path, read: impl FnOnce(&Path) -> Result<ModelHeader>)
     Ok(header)
 }
 
-/// Maps the safetensors of a folder or a file, or of a file's model. Waits for the disk.
+/// The header of the safetensors of a folder or a file, or of a file's model.
 ///
 /// # Errors
-/// Those of [`format::open`], of [`Faulting::new`], of opening a runtime, and of mapping; `Unsupported` for other
-/// formats and for tensors that lie where their type cannot be read.
-pub fn open(path: &Path, memory: Bytes, page_size: Option<Bytes>, leaves: bool) -> Result<Open> {
+/// Those of [`format::open`]; `Unsupported` for other formats and for tensors that lie where their type cannot be read.
+fn header_of(path: &Path) -> Result<ModelHeader> {
     let header = safetensors(path, |path| format::open(path))?;
     if let Some(tensor) = header.tensors.iter().find(|tensor| !is_aligned(tensor.dtype, tensor.offset)) {
         let TensorHeader { name, dtype, offset, .. } = tensor;
@@ -222,6 +245,52 @@ pub fn open(path: &Path, memory: Bytes, page_size: Option<Bytes>, leaves: bool) 
             Error::new(ErrorKind::Unsupported, message).remedy("save the model again by safetensors 0.4 or later")
         );
     }
+    Ok(header)
+}
+
+/// The headers of parts as one, whose tensors are named `part.tensor`.
+///
+/// # Errors
+/// As for [`header_of`], naming the part; `InvalidArgument` if there is no part, or one has no name or a dot in it.
+fn joined(parts: &[(String, PathBuf)]) -> Result<ModelHeader> {
+    let wrong = |what: String| {
+        Err(Error::new(ErrorKind::InvalidArgument, what).remedy("name each part by a word, and where it is"))
+    };
+    if parts.is_empty() {
+        return wrong("a model without any part was asked for".to_owned());
+    }
+    let (mut files, mut tensors, mut said) = (Vec::new(), Vec::new(), BTreeMap::new());
+    for (part, path) in parts {
+        if part.is_empty() || part.contains('.') {
+            return wrong(format!("{part:?} is no name of a part of a model"));
+        }
+        let header = header_of(path).map_err(|error| error.context(format_args!("the part {part}")))?;
+        let before = u32::try_from(files.len())
+            .map_err(|_| Error::new(ErrorKind::Unsupported, format!("the parts have {} files", files.len())))?;
+        files.extend(header.files);
+        tensors.extend(header.tensors.into_iter().map(|tensor| TensorHeader {
+            name: format!("{part}.{}", tensor.name),
+            file: before.saturating_add(tensor.file),
+            ..tensor
+        }));
+        if let Metadata::Safetensors(of_part) = header.metadata {
+            said.extend(of_part.into_iter().map(|(key, value)| (format!("{part}.{key}"), value)));
+        }
+    }
+    ModelHeader::new(files, tensors, Metadata::Safetensors(said))
+}
+
+/// Maps the safetensors of a model on one runtime. Waits for the disk.
+///
+/// # Errors
+/// Those of [`format::open`], of [`Faulting::new`], of opening a runtime, and of mapping; `Unsupported` for other
+/// formats and for tensors that lie where their type cannot be read; `InvalidArgument` for names that parts cannot
+/// have.
+pub fn open(place: Arc<Place>, memory: Bytes, page_size: Option<Bytes>, leaves: bool) -> Result<Open> {
+    let header = match &*place {
+        Place::One(path) => header_of(path)?,
+        Place::Parts(parts) => joined(parts)?,
+    };
     let builder = Runtime::builder().device(Faulting::new()?).device_budget(memory).for_model(&header);
     let builder = match page_size {
         Some(size) => builder.page_size(PageSize::new(size)?),
@@ -240,7 +309,7 @@ pub fn open(path: &Path, memory: Bytes, page_size: Option<Bytes>, leaves: bool) 
     Ok(Open {
         page: runtime.stats().page_size.bytes(),
         room: Room::new((frames.used + frames.free).saturating_sub(FOR_TOUCHES)),
-        path: path.to_owned(),
+        place,
         header,
         files,
         walker,

@@ -76,7 +76,12 @@ class Rows:
 @final
 class MappedModel:
     def __new__(
-        cls, path: str | os.PathLike[str], memory: int | str, *, page_size: int | str | None = None, check: bool = False
+        cls,
+        path: str | os.PathLike[str] | dict[str, str | os.PathLike[str]],
+        memory: int | str,
+        *,
+        page_size: int | str | None = None,
+        check: bool = False,
     ) -> MappedModel: ...
     def names(self) -> list[str]: ...
     def tensor(self, name: str) -> MappedTensor: ...

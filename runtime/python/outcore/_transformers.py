@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 
 import torch
 
@@ -14,25 +15,34 @@ from ._error import Error
 JOINED = (["MergeModulelist(dim=0)"], ["MergeModulelist(dim=0)", "Concatenate(dim=1)"])
 
 
+# Held by the thread that constructs modules without weights.
+CONSTRUCTING = threading.RLock()
+
+
 @contextlib.contextmanager
-def parameters_without_memory():
-    """Modules that are constructed here have parameters on the meta device. Buffers are computed as ever."""
-    register = torch.nn.Module.register_parameter
+def without_weights():
+    """Modules that this thread constructs in here have parameters on the meta device, which take no memory. Buffers are
+    computed as ever. One thread at a time can be in here; another one waits."""
+    with CONSTRUCTING:
+        register, here = torch.nn.Module.register_parameter, threading.get_ident()
 
-    def on_meta(module, name, parameter):
-        register(module, name, parameter)
-        if parameter is not None and parameter.device.type != "meta":
-            module._parameters[name] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        def on_meta(module, name, parameter):
+            register(module, name, parameter)
+            if parameter is not None and parameter.device.type != "meta" and threading.get_ident() == here:
+                module._parameters[name] = torch.nn.Parameter(
+                    parameter.to("meta"), requires_grad=parameter.requires_grad
+                )
 
-    torch.nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register
+        torch.nn.Module.register_parameter = on_meta
+        try:
+            yield
+        finally:
+            torch.nn.Module.register_parameter = register
 
 
-def construct(folder, dtype):
-    """The module of a folder by its config.json, without weights. No code of the folder runs."""
+def construct(folder, dtype, kind=None):
+    """The module of a folder by its config.json, of this class or that which it names, without weights. No code of the
+    folder runs."""
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
         raise Error(
@@ -51,7 +61,7 @@ def construct(folder, dtype):
     with open(path, encoding="utf-8") as file:
         said = json.load(file)
     names = said.get("architectures") or []
-    known = [getattr(transformers, name, None) for name in names]
+    known = [kind, *(getattr(transformers, name, None) for name in names)]
     kind = next((one for one in known if one is not None), None)
     if kind is None:
         raise Error(
@@ -68,7 +78,7 @@ def construct(folder, dtype):
     # Other ways of computing experts take the weights of all of them at once.
     if hasattr(kind, "set_experts_implementation"):
         options["experts_implementation"] = "eager"
-    with parameters_without_memory():
+    with without_weights():
         try:
             module = kind._from_config(config, dtype=dtype, **options)
         except (TypeError, ValueError):

@@ -9,6 +9,7 @@ pass, and leave when others need the memory. Every weight has one address, and i
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -20,8 +21,9 @@ from torch.utils._pytree import tree_iter
 
 from ._error import Error
 from ._native import MappedModel
+from ._transformers import without_weights
 
-__all__ = ["Offloaded", "offload"]
+__all__ = ["Offloaded", "offload", "without_weights"]
 
 # Element types by the names that safetensors has for them.
 DTYPES = {
@@ -47,9 +49,10 @@ NAMED = 3
 def offload(model, memory, device="cpu", *, folder=None, page_size=None, check=False, quiet=False):
     """Runs a model in `memory`, and returns the module, whose `outcore` is an `Offloaded`.
 
-    model: a folder (or a file) of safetensors with a config.json that transformers knows; or a module whose parameters
-    are on the meta device, with `folder` for its weights. The module has the types that the files have, and can only be
-    used to infer.
+    model: a folder (or a file) of safetensors with a config.json that transformers or diffusers knows; or a module
+    whose parameters are on the meta device, with `folder` for its weights. The module has the types that the files
+    have, and can only be used to infer. Or a folder of a diffusers pipeline, or such a pipeline whose modules are on
+    the meta device, with `folder`: the pipeline is returned, whose modules share `memory`.
     memory: what pages of weights may take, in bytes or as text such as "8GiB". Buffers, activations and the interpreter
     come on top.
     page_size: bytes of a page. Unless told, it follows from the disk and the memory.
@@ -59,14 +62,16 @@ def offload(model, memory, device="cpu", *, folder=None, page_size=None, check=F
     """
     if torch.device(device).type != "cpu":
         raise Error(f"a model cannot be offloaded to {device}", "unsupported", 'GPUs are not built in yet: device="cpu"')
-    if isinstance(model, torch.nn.Module):
-        if folder is None:
-            raise Error("the module's weights are nowhere", "invalid_argument", "name their safetensors by folder=")
+    is_pipeline = is_of_diffusers(model, "DiffusionPipeline")
+    if is_pipeline or isinstance(model, torch.nn.Module):
+        what = "pipeline" if is_pipeline else "module"
         made = getattr(model, "outcore", None)
         if made is not None and made.closed:
-            raise Error("the module was offloaded and closed: it has no weights", "closed", "construct a new module")
+            raise Error(f"the {what} was offloaded and closed: it has no weights", "closed", f"construct a new {what}")
         if made is not None:
-            raise Error("the module is offloaded already", "invalid_argument", "use it, or construct a new module")
+            raise Error(f"the {what} is offloaded already", "invalid_argument", f"use it, or construct a new {what}")
+        if folder is None:
+            raise Error(f"the {what}'s weights are nowhere", "invalid_argument", "name their safetensors by folder=")
         module, path = model, folder
     elif isinstance(model, (str, os.PathLike)):
         if folder is not None:
@@ -76,15 +81,25 @@ def offload(model, memory, device="cpu", *, folder=None, page_size=None, check=F
         kind = type(model).__name__
         raise Error(f"{kind} is no model", "invalid_argument", "pass a torch.nn.Module or a folder of safetensors")
     path = os.fspath(path)
-    mapped = MappedModel(path, memory, page_size=page_size, check=check)
-    try:
-        made = Offloaded(module, path, mapped)
-    except BaseException:
-        mapped.close()
-        raise
+    if is_pipeline or os.path.isfile(os.path.join(path, "model_index.json")):
+        from . import _diffusers
+
+        made = _diffusers.offload(module, path, memory, page_size=page_size, check=check)
+    else:
+        mapped = MappedModel(path, memory, page_size=page_size, check=check)
+        try:
+            made = Offloaded(module, path, mapped)
+        except BaseException:
+            mapped.close()
+            raise
     if not quiet:
         print(f"outcore: {made.plan()}", flush=True)
     return made.module
+
+
+def is_of_diffusers(model, kind):
+    """Whether this is of a class of diffusers, which is not imported to find out."""
+    return ("diffusers", kind) in [(of.__module__.partition(".")[0], of.__name__) for of in type(model).__mro__]
 
 
 def some(names):
@@ -100,6 +115,17 @@ def size(count):
         if count >= bytes_:
             return f"{count / bytes_:.1f} {unit}"
     return f"{count} B"
+
+
+def type_of(named, folder):
+    """The type that most bytes of these tensors have."""
+    by_type = {}
+    for tensor in named.values():
+        by_type[tensor.dtype] = by_type.get(tensor.dtype, 0) + tensor.nbytes
+    floats = {name: count for name, count in by_type.items() if name in FLOATS}
+    if not floats:
+        raise Error(f"no tensor in {folder} is of a plain type", "unsupported", "offload a folder with plain weights")
+    return DTYPES[max(floats, key=floats.get)]
 
 
 class Experts:
@@ -154,26 +180,87 @@ def copies():
     )
 
 
+class Counted:
+    """What a mapped model counted since it was offloaded."""
+
+    def __init__(self, mapped):
+        self.mapped = mapped
+        stats = mapped.stats()
+        self.page, self.frames = stats["page_size"], stats["device_frames"]["used"] + stats["device_frames"]["free"]
+        self.disk = (stats["settings"].get("disk") or {}).get("bytes_per_second")
+        self.before = self.now()
+
+    def now(self):
+        stats = self.mapped.stats()
+        touches, names = self.mapped.touches()
+        return {
+            "read_bytes": stats["traffic"]["disk_read"],
+            "read_seconds": stats["traffic"]["disk_busy"],
+            "waited_seconds": sum(stall["time"] for stall in stats["stalls"]),
+            "uses": stats["pager"]["uses"],
+            "hits": stats["pager"]["hits"],
+            "unannounced": touches,
+            "unannounced_names": names,
+            "groups_refused": stats["groups_refused"],
+            "memory_used": stats["device"]["used"],
+            "memory": stats["device"]["budget"],
+            "memory_peak": stats["traffic"]["peak_device"],
+            "lookahead": stats["lookahead"],
+        }
+
+    def since(self):
+        counts = self.now()
+        for name in ("read_bytes", "read_seconds", "waited_seconds", "uses", "hits"):
+            counts[name] -= self.before[name]
+        return counts
+
+    def expected(self, streamed):
+        """Of a pass that uses so many bytes: those that stay, those that every pass reads, and the least seconds that
+        takes; None for an unknown disk."""
+        counts = self.now()
+        if streamed <= counts["memory"]:
+            return streamed, 0, 0.0
+        # Pages that are read ahead, and those for touches, are not kept from pass to pass.
+        stays = max(0, counts["memory"] - counts["lookahead"] - 2 * self.page)
+        streams = streamed - stays
+        return stays, streams, streams / self.disk if self.disk else None
+
+
+def told(found):
+    """What was counted, in some lines."""
+    lines = [
+        f"{size(found['read_bytes'])} read in {found['read_seconds']:.3g} s; {found['hits']} of {found['uses']} uses of "
+        "pages found them in memory",
+        f"pages took {size(found['memory_peak'])} at most, of {size(found['memory'])}",
+    ]
+    if found["unannounced"]:
+        names = some(name for name in found["unannounced_names"] if name)
+        lines.append(f"{found['unannounced']} touches that no module announced, lately of {names}")
+    if found["groups_refused"]:
+        lines.append(f"{found['groups_refused']} times there was no room to announce: that memory is tight")
+    return lines
+
+
 class Offloaded:
     """A module whose weights are in files: what it was given, what it did, and its end."""
 
-    def __init__(self, module, path, mapped):
+    def __init__(self, module, path, mapped, remedy=None):
         self.mapped = mapped
         self.path = path
         self.lock = threading.Lock()
         self.closed, self.process = False, os.getpid()
-        self.handles = []
+        self.modules = {}
         self.here = threading.local()
-        self.remedy = "offload the folder anew" if module is None else "construct a new module, and offload it anew"
+        anew = "offload the folder anew" if module is None else "construct a new module, and offload it anew"
+        self.remedy = remedy or anew
         self.passes, self.seconds = 0, 0.0
         self.named = {name: mapped.tensor(name) for name in mapped.names()}
-        stats = mapped.stats()
-        self.page, self.frames = stats["page_size"], stats["device_frames"]["used"] + stats["device_frames"]["free"]
-        self.disk = (stats["settings"].get("disk") or {}).get("bytes_per_second")
+        self.counted = Counted(mapped)
+        self.page = self.counted.page
         self.module = module if module is not None else self.construct()
         self.views = {}
         # All that is changed in the module, to be put back if it cannot be offloaded.
-        was = [
+        self.was = [
             (one, dict(vars(one)), dict(one._parameters), dict(one._buffers))
             for one in ([] if module is None else module.modules())
         ]
@@ -182,32 +269,42 @@ class Offloaded:
             self.announce()
             self.refuse()
             self.module.outcore = self
-            self.before = self.counts()
+            self.counted = Counted(mapped)
         except BaseException:
-            for handle in self.handles:
-                handle.remove()
-            for one, attributes, parameters, buffers in was:
-                vars(one).clear()
-                vars(one).update(attributes)
-                for now, before in ((one._parameters, parameters), (one._buffers, buffers)):
-                    now.clear()
-                    now.update(before)
+            self.undo()
             raise
+        if not self.is_part():
+            self.settled()
         OPEN.add(self)
+
+    def is_part(self):
+        """Whether the mapped model is one that others are in too."""
+        return hasattr(self.mapped, "begin")
+
+    def settled(self):
+        """From now on the module stays offloaded."""
+        self.was = []
+
+    def undo(self):
+        """Makes the module what it was."""
+        self.closed = True
+        self.unhook()
+        for one, attributes, parameters, buffers in self.was:
+            vars(one).clear()
+            vars(one).update(attributes)
+            for now, before in ((one._parameters, parameters), (one._buffers, buffers)):
+                now.clear()
+                now.update(before)
 
     # ---- the module, and its weights
 
     def construct(self):
-        from . import _transformers
+        from . import _diffusers, _transformers
 
         folder = self.path if os.path.isdir(self.path) else os.path.dirname(self.path) or "."
-        by_type = {}
-        for tensor in self.named.values():
-            by_type[tensor.dtype] = by_type.get(tensor.dtype, 0) + tensor.nbytes
-        floats = {name: count for name, count in by_type.items() if name in FLOATS}
-        if not floats:
-            raise Error(f"no tensor in {folder} is of a plain type", "unsupported", "offload a folder with plain weights")
-        return _transformers.construct(folder, DTYPES[max(floats, key=floats.get)])
+        if _diffusers.is_of(folder):
+            return _diffusers.construct(folder, self.named)
+        return _transformers.construct(folder, type_of(self.named, folder))
 
     def view(self, name):
         """The tensor of this name, as torch has it: one for all uses."""
@@ -220,10 +317,11 @@ class Offloaded:
 
     def place(self):
         """Puts the weights in place of the module's own."""
-        from . import _transformers
+        from . import _diffusers, _transformers
 
         module = self.module
-        sources = _transformers.sources(module, list(self.named))
+        of_diffusers = is_of_diffusers(module, "ModelMixin")
+        sources = (_diffusers if of_diffusers else _transformers).sources(module, list(self.named))
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         wanted = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -337,41 +435,23 @@ class Offloaded:
             if names or table or experts:
                 self.modules[name] = Use(self, name, module, names, table, experts)
         self.fits()
+        # Which modules were seen in a recorded pass, the calls that began such passes, and the order that they had.
+        self.first, self.recording = True, None
+        self.seen, self.begun, self.order = set(), set(), []
         # Most models use their modules in the order in which they have them. The first pass tells the real one.
         self.declare(self.modules)
-        self.streamed = self.bytes_of_a_pass()
-        self.first, self.recording = True, None
+        for use in self.modules.values():
+            use.hook()
         for name, module in self.module.named_modules():
-            self.hook(module, *self.hooks(name), with_kwargs=True)
-        for module in self.module.modules():
-            self.guard(module)
+            self.guard(name, module)
 
-    def hook(self, module, before, after, with_kwargs=False):
-        self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs))
-        self.handles.append(module.register_forward_hook(after, always_call=True))
+    def unhook(self):
+        for use in self.modules.values():
+            use.unhook()
 
-    def hooks(self, name):
-        """What the module of this name does before and behind its pass, until a first pass was recorded."""
-
-        def before(module, arguments, named):
-            recording, use = self.recording, self.modules.get(name)
-            if recording is not None and recording.thread == threading.get_ident():
-                recording.begin(name)
-            if use is not None:
-                use.enter(arguments, named)
-
-        def after(module, arguments, result):
-            recording, use = self.recording, self.modules.get(name)
-            if use is not None:
-                use.leave()
-            if recording is not None and recording.thread == threading.get_ident():
-                recording.end(name)
-
-        return before, after
-
-    def guard(self, module):
-        """Has the outermost call of each thread end what is announced, where torch does not: it calls no hooks behind a
-        pass that KeyboardInterrupt or SystemExit ends."""
+    def guard(self, name, module):
+        """Has the outermost call of each thread be a pass, and end what is announced where torch does not: it calls no
+        hooks behind a pass that KeyboardInterrupt or SystemExit ends."""
         run, here = module._call_impl, self.here
 
         def call(*arguments, **named):
@@ -380,9 +460,13 @@ class Offloaded:
                 raise self.ended()
             here.inside = True
             try:
-                if outermost and module is self.module:
-                    return self.run(run, arguments, named)
-                return run(*arguments, **named)
+                if outermost:
+                    return self.run(name, run, arguments, named)
+                recording = self.recording
+                if recording is None or recording.thread != threading.get_ident():
+                    return run(*arguments, **named)
+                with recording.of(name):
+                    return run(*arguments, **named)
             except BaseException as raised:
                 here.cut = getattr(here, "cut", False) or not isinstance(raised, Exception)
                 raise
@@ -395,15 +479,16 @@ class Offloaded:
 
         module._call_impl = call
 
-    def run(self, run, arguments, named):
-        """A pass, which is recorded if it is the first one."""
+    def run(self, name, run, arguments, named):
+        """A pass: the outermost call, mostly of the module itself. A pass like none before is recorded."""
         since = time.perf_counter()
         try:
-            recording = self.claim() if self.first else None
+            self.begin(name)
+            recording = self.claim(name) if name not in self.seen else None
             if recording is None:
                 return run(*arguments, **named)
             try:
-                with Watch(recording):
+                with Watch(recording), recording.of(name):
                     result = run(*arguments, **named)
                 self.recorded(recording)
                 return result
@@ -414,12 +499,23 @@ class Offloaded:
                 self.passes += 1
                 self.seconds += time.perf_counter() - since
 
-    def claim(self):
-        """The record of the first pass, for one thread at a time."""
+    def begin(self, name):
+        """A pass begins. A module may be used by calls of its parts alone (a VAE that decodes): when one of them begins
+        a second time, all were seen."""
+        if self.is_part():
+            self.mapped.begin()
+        if self.first and name in self.begun:
+            with self.lock:
+                if self.first and not self.closed:
+                    self.first = False
+                    self.declare(self.order)
+
+    def claim(self, name):
+        """The record of a pass, for one thread at a time."""
         with self.lock:
-            if not self.first or self.recording is not None:
+            if name in self.seen or self.recording is not None:
                 return None
-            self.recording = Recording(self)
+            self.recording = Recording(self, name)
             return self.recording
 
     def unwind(self):
@@ -444,14 +540,9 @@ class Offloaded:
                     f"give memory of at least {least}",
                 )
 
-    def bytes_of_a_pass(self):
-        """Bytes of weights that every pass uses: all but tables of rows and experts."""
-        names = {name for use in self.modules.values() for name in use.names}
-        return sum(self.named[name].nbytes for name in names)
-
     def recorded(self, recording):
-        """The first pass was seen: modules announce what else they used, and the order is declared. Where there is no
-        room for that, a module stays as it was: what it reads of others is served when it is touched."""
+        """A pass was seen: modules announce what else they used, and the order is declared. Where there is no room for
+        that, a module stays as it was: what it reads of others is served when it is touched."""
         with self.lock:
             if self.closed:
                 return
@@ -459,18 +550,25 @@ class Offloaded:
                 use = self.modules.get(name) or Use(self, name, self.module.get_submodule(name), [], None, [])
                 if use.add(names):
                     self.modules[name] = use
-            for handle in self.handles:
-                handle.remove()
-            self.handles = []
-            for use in self.modules.values():
-                use.hook()
-            self.declare(recording.order)
-            self.streamed = self.bytes_of_a_pass()
-            self.first = False
+                    use.unhook()
+                    use.hook()
+            was_whole = "" in self.seen
+            self.seen |= recording.seen
+            self.begun.add(recording.name)
+            if was_whole:
+                return
+            if recording.name == "":
+                self.first, self.order = False, recording.order
+            else:
+                self.order = self.order + recording.order
+            if not self.first:
+                self.declare(self.order)
 
     def declare(self, order):
-        groups = [self.modules[name].group for name in order if name in self.modules]
-        self.mapped.declare([group for group in groups if group is not None])
+        uses = [self.modules[name] for name in order if name in self.modules]
+        # Bytes of weights that every pass uses: all but tables of rows and experts.
+        self.streamed = sum(self.named[name].nbytes for name in {name for use in uses for name in use.names})
+        self.mapped.declare([use.group for use in uses if use.group is not None])
 
     # ---- what cannot be done with it
 
@@ -516,40 +614,13 @@ class Offloaded:
 
     # ---- what it says
 
-    def counts(self):
-        stats = self.mapped.stats()
-        touches, names = self.mapped.touches()
-        return {
-            "read_bytes": stats["traffic"]["disk_read"],
-            "read_seconds": stats["traffic"]["disk_busy"],
-            "waited_seconds": sum(stall["time"] for stall in stats["stalls"]),
-            "uses": stats["pager"]["uses"],
-            "hits": stats["pager"]["hits"],
-            "unannounced": touches,
-            "unannounced_names": names,
-            "groups_refused": stats["groups_refused"],
-            "memory_used": stats["device"]["used"],
-            "memory": stats["device"]["budget"],
-            "memory_peak": stats["traffic"]["peak_device"],
-            "lookahead": stats["lookahead"],
-        }
-
-    def expected(self):
-        """Bytes that stay, bytes that every pass reads, and the least seconds that takes; None for an unknown disk."""
-        counts = self.counts()
-        if self.streamed <= counts["memory"]:
-            return self.streamed, 0, 0.0
-        # Pages that are read ahead, and those for touches, are not kept from pass to pass.
-        stays = max(0, counts["memory"] - counts["lookahead"] - 2 * self.page)
-        streams = self.streamed - stays
-        return stays, streams, streams / self.disk if self.disk else None
-
     def plan(self):
         """What is kept, what streams, and how fast a pass can be at best: one line."""
         everything = sum(tensor.nbytes for tensor in self.named.values())
-        stays, streams, seconds = self.expected()
+        stays, streams, seconds = self.counted.expected(self.streamed)
+        memory = size(self.counted.frames * self.page)
         parts = [
-            f"{size(everything)} of weights in {size(self.frames * self.page)} of memory, pages of {size(self.page)}",
+            f"{size(everything)} of weights in {memory} of memory, pages of {size(self.page)}",
             f"{size(stays)} stay" if streams else f"{size(stays)} stay after the first pass, nothing streams",
         ]
         if streams:
@@ -560,9 +631,9 @@ class Offloaded:
         experts = sum(use.experts_bytes() for use in self.modules.values())
         if experts:
             parts.append(f"of {size(experts)} of experts those that are chosen")
-        if self.disk:
+        if self.counted.disk:
             at_best = f", so a pass takes {seconds:.3g} s or more" if streams else ""
-            parts.append(f"the disk reads {size(self.disk)}/s{at_best}")
+            parts.append(f"the disk reads {size(self.counted.disk)}/s{at_best}")
         if self.unused:
             parts.append(f"not used: {some(self.unused)}")
         return "; ".join(parts)
@@ -571,27 +642,16 @@ class Offloaded:
         """What happened since the model was offloaded."""
         if self.closed:
             return dict(self.last)
-        counts = self.counts()
-        for name in ("read_bytes", "read_seconds", "waited_seconds", "uses", "hits"):
-            counts[name] -= self.before[name]
-        return {"passes": self.passes, "pass_seconds": self.seconds, **counts}
+        return {"passes": self.passes, "pass_seconds": self.seconds, **self.counted.since()}
 
     def report(self):
         """What happened since the model was offloaded, in some lines."""
         found = self.numbers()
-        lines = [
+        first = (
             f"{found['passes']} passes in {found['pass_seconds']:.3g} s, of which {found['waited_seconds']:.3g} s were "
-            "waits for pages",
-            f"{size(found['read_bytes'])} read in {found['read_seconds']:.3g} s; {found['hits']} of {found['uses']} uses "
-            "of pages found them in memory",
-            f"pages took {size(found['memory_peak'])} at most, of {size(found['memory'])}",
-        ]
-        if found["unannounced"]:
-            names = some(name for name in found["unannounced_names"] if name)
-            lines.append(f"{found['unannounced']} touches that no module announced, lately of {names}")
-        if found["groups_refused"]:
-            lines.append(f"{found['groups_refused']} times there was no room to announce: that memory is tight")
-        return "\n".join(lines)
+            "waits for pages"
+        )
+        return "\n".join([first, *told(found)])
 
     def close(self):
         """Ends it: the module has no weights any more, and its memory goes when nobody else has any of its tensors.
@@ -603,9 +663,7 @@ class Offloaded:
                 return
             self.last = self.numbers()
             self.closed = True
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+        self.unhook()
         for use in self.modules.values():
             for name, parameter in list(use.module._parameters.items()):
                 if parameter is not None:
@@ -634,6 +692,7 @@ class Use:
     def __init__(self, offloaded, name, module, names, table, experts):
         self.offloaded, self.name, self.module = offloaded, name, module
         self.names, self.table, self.experts = names, table, experts
+        self.handles = []
         self.group = offloaded.mapped.group(names) if names else None
         self.rows = offloaded.mapped.rows(table) if table else None
 
@@ -662,25 +721,20 @@ class Use:
         return True
 
     def hook(self):
+        module, handles = self.module, self.handles
         if self.group is not None:
-            self.offloaded.hook(self.module, self.group.before, self.group.after)
+            handles.append(module.register_forward_pre_hook(self.group.before, prepend=True))
+            handles.append(module.register_forward_hook(self.group.after, always_call=True))
         if self.rows is not None:
-            self.offloaded.hook(self.module, self.before_rows, self.after_rows, with_kwargs=True)
+            handles.append(module.register_forward_pre_hook(self.before_rows, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self.after_rows, always_call=True))
         if self.experts:
-            self.offloaded.handles.append(self.module.register_forward_hook(self.after_experts, always_call=True))
+            handles.append(module.register_forward_hook(self.after_experts, always_call=True))
 
-    def enter(self, arguments, named):
-        if self.group is not None:
-            self.group.before()
-        if self.rows is not None:
-            self.before_rows(self.module, arguments, named)
-
-    def leave(self):
-        if self.group is not None:
-            self.group.after()
-        if self.rows is not None:
-            self.after_rows()
-        self.after_experts()
+    def unhook(self):
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
     def unwind(self):
         if self.group is not None:
@@ -706,21 +760,25 @@ class Use:
 
 
 class Recording:
-    """The first pass of a thread: which modules run in which order, and what they use that is not their own."""
+    """A pass of a thread: which modules run in which order, and what they use that is not their own."""
 
-    def __init__(self, offloaded):
+    def __init__(self, offloaded, name):
+        self.name = name
         self.modules = dict(offloaded.modules)
         self.places = {view.untyped_storage().data_ptr(): name for name, view in offloaded.views.items()}
         self.thread = threading.get_ident()
-        self.order, self.more, self.active = [], {}, []
+        self.order, self.more, self.active, self.seen = [], {}, [], set()
 
-    def begin(self, name):
+    @contextlib.contextmanager
+    def of(self, name):
+        """While the module of this name runs."""
         self.active.append(name)
+        self.seen.add(name)
         if name in self.modules:
             self.order.append(name)
-
-    def end(self, name):
-        if self.active and self.active[-1] == name:
+        try:
+            yield
+        finally:
             self.active.pop()
 
     def used(self, name):

@@ -83,6 +83,30 @@ class Views(unittest.TestCase):
             self.assertLessEqual(stats["traffic"]["peak_device"], 8 * PAGE)
             self.assertGreater(stats["pager"]["evictions"], 0)
 
+    def test_parts_share_one_memory(self):
+        random_ = np.random.default_rng(8)
+        expected = {}
+        for part, count in (("one", 9), ("two", 11)):
+            tensors = {f"layers.{at}.weight": random_.random((ROWS, COLUMNS), np.float32) for at in range(count)}
+            os.makedirs(path(part))
+            save_file(tensors, os.path.join(path(part), "model.safetensors"))
+            expected |= {f"{part}.{name}": values for name, values in tensors.items()}
+        parts = {"one": path("one"), "two": Path(path("two"), "model.safetensors")}
+        with outcore.MappedModel(parts, 12 * PAGE, page_size=PAGE, check=True) as model:
+            self.assertEqual(set(model.names()), set(expected))
+            for _ in range(2):
+                for name, values in expected.items():
+                    with model.group([name]):
+                        self.assertTrue(np.array_equal(np.from_dlpack(model.tensor(name)), values), name)
+            both = model.group(["one.layers.0.weight", "two.layers.0.weight"])
+            model.declare([both])
+            with both:
+                pass
+            self.assertEqual(model.touches(), (0, {}))
+            np.from_dlpack(model.tensor("two.layers.5.weight")).sum()
+            self.assertIn("two.layers.5.weight", model.touches()[1])
+            self.assertLessEqual(model.stats()["traffic"]["peak_device"], 12 * PAGE)
+
     def test_a_view_outlives_its_model(self):
         expected = load_file(path())
         model = opened(8)
@@ -303,6 +327,22 @@ class Errors(unittest.TestCase):
             index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
             with self.refused("format", "passwd"):
                 outcore.MappedModel(folder, "1MiB")
+
+    def test_parts_that_cannot_be(self):
+        for parts in ({}, {"": path()}, {"a.b": path()}):
+            with self.refused("invalid_argument", "part"):
+                outcore.MappedModel(parts, "1MiB")
+        with self.refused("not_found", "the part b", "nowhere"):
+            outcore.MappedModel({"a": path(), "b": path("nowhere")}, "1MiB")
+        for parts in ({1: path()}, {"a": 1}, {"a": None}):
+            with self.assertRaises(TypeError):
+                outcore.MappedModel(parts, "1MiB")
+        model = outcore.MappedModel({"a": path(), "b": Path(path())}, "1MiB", page_size=PAGE)
+        with self.refused("not_found", "layers.0.weight", "a.layers.0.weight"):
+            model.tensor("layers.0.weight")
+        model.close()
+        with self.refused("closed", f"{path()}, {path()}"):
+            model.names()
 
     def test_a_tensor_that_is_not_aligned_is_refused_by_name(self):
         header = json.dumps({"odd": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()

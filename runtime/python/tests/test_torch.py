@@ -1,15 +1,21 @@
 """Torch models in less memory than their weights: the same bits, and nothing that no module announced."""
 
+import contextlib
 import copy
 import gc
+import io
 import os
 import pickle
+import re
+import shutil
 import signal
 import tempfile
 import threading
 import unittest
 import warnings
+from pathlib import Path
 
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -18,6 +24,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 import outcore
 
 PAGE = 64 << 10
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 BASE = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
@@ -206,6 +213,55 @@ class Bits(unittest.TestCase):
             self.assertEqual(model.outcore.numbers()["unannounced"], before)
             model.outcore.close()
 
+    def test_a_module_whose_parts_are_called_one_by_one(self):
+        class Parts(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                # Used the other way round, and the first one never.
+                self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(24))
+                self.norms = torch.nn.ModuleList(Norm() for _ in range(2))
+
+            def called(self, x):
+                for layer in self.layers[:0:-1]:
+                    x = torch.tanh(layer(x))
+                return self.norms[0](x)
+
+        class Norm(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(128, 128)
+
+            def forward(self, x):
+                # A weight of a part, read by its parent.
+                return x @ self.inner.weight
+
+        torch.manual_seed(5)
+        own = Parts().eval()
+        path = os.path.join(FOLDER.name, "parts")
+        os.makedirs(path)
+        save_file(own.state_dict(), os.path.join(path, "model.safetensors"))
+        with outcore.torch.without_weights():
+            empty = Parts()
+        x = torch.rand(3, 128)
+        with torch.no_grad():
+            model = offload(empty, 10 * PAGE, folder=path, check=True)
+            expected = as_in(model, own).called(x)
+            self.assertTrue(torch.equal(model.called(x), expected))
+            self.assertTrue(model.outcore.first)
+            before = model.outcore.numbers()["unannounced"]
+            for _ in range(3):
+                self.assertTrue(torch.equal(model.called(x), expected))
+            self.assertEqual(model.outcore.numbers()["unannounced"], before)
+            self.assertFalse(model.outcore.first)
+            self.assertEqual(model.outcore.order, [*(f"layers.{at}" for at in range(23, 0, -1)), "norms.0"])
+            # What was not seen before is recorded too.
+            self.assertTrue(torch.equal(model.norms[1](x), own.norms[1](x)))
+            self.assertEqual(model.outcore.order[-1], "norms.1")
+            before = model.outcore.numbers()["unannounced"]
+            self.assertTrue(torch.equal(model.norms[1](x), own.norms[1](x)))
+            self.assertEqual(model.outcore.numbers()["unannounced"], before)
+            model.outcore.close()
+
     def test_passes_of_many_threads(self):
         with torch.no_grad():
             model = offload(folder("llama"), "4MiB")
@@ -360,9 +416,6 @@ class Bits(unittest.TestCase):
 
 class Says(unittest.TestCase):
     def test_a_line_at_the_start_and_a_report(self):
-        import contextlib
-        import io
-
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             model = outcore.torch.offload(folder("llama"), "3MiB", page_size=PAGE)
@@ -375,6 +428,23 @@ class Says(unittest.TestCase):
             self.assertIn(word, model.outcore.report())
         model.outcore.close()
         self.assertIn("1 passes", model.outcore.report())
+
+
+    def test_the_page_runs_as_pasted(self):
+        page = (DOCS / "python-transformers.md").read_text(encoding="utf-8")
+        code = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+        self.assertLessEqual(len([line for line in code.splitlines() if line.strip()]), 10)
+        said = io.StringIO()
+        with tempfile.TemporaryDirectory() as here, contextlib.chdir(here), contextlib.redirect_stdout(said):
+            path = re.search(r'folder = "([^"]+)"', code).group(1)
+            shutil.copytree(folder("llama"), path)
+            words = ["<unk>", "The", "capital", "of", "France", "is"]
+            of = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
+            of.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+            transformers.PreTrainedTokenizerFast(tokenizer_object=of, unk_token="<unk>").save_pretrained(path)
+            exec(compile(code, "python-transformers.md", "exec"), {})
+        self.assertIn("The capital of France is", said.getvalue())
+        self.assertIn("passes", said.getvalue())
 
 
 class Refusals(unittest.TestCase):
