@@ -5,11 +5,15 @@
 //! - No thread of the runtime ever asks for the GIL, so whoever touches a page while it has the GIL is served.
 //! - What fails is `outcore.Error`. A panic is an exception too: PyO3 lets none through.
 
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+compile_error!("outcore's package for Python is built for Linux with glibc, and for no other platform");
+
 mod capsule;
 mod error;
 mod group;
 mod model;
 mod open;
+mod program;
 mod room;
 mod rows;
 mod tensor;
@@ -23,5 +27,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<model::MappedModel>()?;
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<group::Group>()?;
-    module.add_class::<rows::Rows>()
+    module.add_class::<rows::Rows>()?;
+    module.add_function(wrap_pyfunction!(program::main, module)?)
 }

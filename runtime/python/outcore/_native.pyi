@@ -5,6 +5,8 @@ from typing import Any, final
 
 __version__: str
 
+def main(arguments: Sequence[str]) -> int: ...
+
 @final
 class Tensor:
     @property
