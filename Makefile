@@ -7,7 +7,7 @@ SHELL := /bin/bash
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 
-.PHONY: help demo capi test test-python bench gpu-check gpu-peers peers soak fuzz lint fmt clean
+.PHONY: help demo capi wheel test test-python bench gpu-check gpu-peers peers soak fuzz lint fmt clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,10 @@ demo: ## Run a real model in 32 MiB and compare its words with a run that holds 
 capi: ## The libraries and the header for C, in release, into PREFIX (target/capi)
 	@scripts/need.sh cargo cc binutils
 	@scripts/capi.sh "$(PREFIX)"
+
+wheel: ## The Python package as a wheel for Linux with glibc 2.28 or later, in target/wheels; installs zig and maturin into target/wheel
+	@scripts/need.sh cargo cc python3 pip
+	@scripts/wheel.sh
 
 test: ## All tests, doctests and examples
 	@scripts/need.sh cargo cc python3 pip

@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace kernels without-features doctests strict released loom examples clients python)
+steps=(checker workspace python kernels without-features doctests strict released loom examples clients)
 target=${CARGO_TARGET_DIR:-target}
 # What failed programs printed, for the summary.
 failures=$target/test-failures.txt
@@ -43,6 +43,28 @@ build_workspace() {
 }
 step_workspace() {
     python3 scripts/run_tests.py --failures "$failures" "${everything[@]}" --lib --bins --tests
+}
+
+# The extension for Python, as the package that a wheel would have, without torch. `make test-python` runs the rest. The
+# extension is that of `workspace`: steps between them would have built its parts in other ways.
+build_python() {
+    scripts/python_package.sh --find >/dev/null || exit $?
+    cargo build "${everything[@]}" --lib --tests
+}
+step_python() {
+    local python
+    python=$(scripts/python_package.sh --find)
+    scripts/python_package.sh "$target/python/package"
+    for tests in test_runtime.py test_fuzz.py; do
+        PYTHONPATH=$target/python/package "$python" -W error -m unittest discover -v -s runtime/python/tests -p "$tests"
+    done
+    if ! PYTHONPATH=$target/python/package "$python" runtime/python/tests/can_map.py; then
+        echo "SKIPPED: this kernel has no userfaultfd, or forbids it: the extension was imported, and no model mapped" >&2
+        exit "$skipped"
+    fi
+    # A release build has the library of `outcore run` in it.
+    OUTCORE_PRELOAD=$(realpath "$target")/debug/liboutcore_preload.so PYTHONPATH=$target/python/package \
+        "$python" -W error -m unittest discover -v -s runtime/python/tests -p 'test_p*.py'
 }
 
 # The GPU's kernels, compiled for GPUs where the compilers can be had. Other tests have run them from their source.
@@ -178,25 +200,6 @@ build_clients() {
 }
 step_clients() {
     SERVE=$(realpath "$target")/debug/serve scripts/test_clients.py
-}
-
-# The extension for Python, as the package that a wheel would have, without torch. `make test-python` runs the rest.
-build_python() {
-    scripts/python_package.sh --find >/dev/null || exit $?
-    cargo build "${everything[@]}" --lib --tests
-}
-step_python() {
-    local python
-    python=$(scripts/python_package.sh --find)
-    scripts/python_package.sh "$target/python/package"
-    for tests in test_runtime.py test_fuzz.py; do
-        PYTHONPATH=$target/python/package "$python" -W error -m unittest discover -v -s runtime/python/tests -p "$tests"
-    done
-    if ! PYTHONPATH=$target/python/package "$python" runtime/python/tests/can_map.py; then
-        echo "SKIPPED: this kernel has no userfaultfd, or forbids it: the extension was imported, and no model mapped" >&2
-        exit "$skipped"
-    fi
-    PYTHONPATH=$target/python/package "$python" -W error -m unittest discover -v -s runtime/python/tests -p 'test_plain*.py'
 }
 
 if [ "${1:-}" = --build ]; then

@@ -26,9 +26,10 @@ if ! "$venv/bin/python" -c "import $imports" 2>/dev/null; then
         fail "${packages[*]} could not be had; is the package index reachable?"
 fi
 # Strict, so that an evicted page cannot be touched: an access that no module announced is always seen.
-cargo build -p outcore -p outcore-python --features outcore/strict
+cargo build -p outcore -p outcore-python -p outcore-preload --features outcore/strict
 scripts/python_package.sh "$target/python/package"
-export PYTHONPATH=$target/python/package HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+OUTCORE_PRELOAD=$(realpath "$target")/debug/liboutcore_preload.so
+export OUTCORE_PRELOAD PYTHONPATH=$target/python/package HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # What the stubs say is what the extension has.
 "$venv/bin/python" -m mypy.stubtest outcore._native
 "$venv/bin/python" -m unittest discover -v -s runtime/python/tests -p 'test_*.py'

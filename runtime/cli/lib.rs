@@ -34,10 +34,11 @@ mod state;
 mod top;
 mod trial;
 
-use std::io::{ErrorKind, Write};
+use std::ffi::OsString;
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use outcore_lab::sim::AnyPolicy;
 pub use outcore_lab::sim::OwnPolicy;
 
@@ -80,6 +81,21 @@ enum Command {
     Top(top::Options),
 }
 
+/// A command of a program's own, beside those of `outcore`.
+#[derive(Clone, Debug)]
+pub struct OwnCommand {
+    parser: clap::Command,
+    run: fn(&ArgMatches) -> u8,
+}
+
+impl OwnCommand {
+    /// The command that `parser` is named after, which may be none of `outcore`'s. `run` gets what was given to it, and
+    /// returns the exit status.
+    pub fn new(parser: clap::Command, run: fn(&ArgMatches) -> u8) -> Self {
+        Self { parser, run }
+    }
+}
+
 /// Reads the arguments of the process, does what they say, and writes what was found.
 pub fn main() -> ExitCode {
     main_with(&[])
@@ -88,11 +104,43 @@ pub fn main() -> ExitCode {
 /// As [`main`], for a program with policies of its own: `policies`, `simulate` and `report` know them by the names of
 /// their entries, list them in `--help`, and show those names.
 pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
-    let arguments = match Arguments::from_arg_matches(&command(own).get_matches()) {
-        Ok(arguments) => arguments,
-        Err(error) => error.exit(),
+    main_from(std::env::args_os(), own, &[]).into()
+}
+
+/// As [`main_with`], of the arguments `args`, of which the first is the program's name, and with `commands` beside
+/// those of `outcore`. Returns the exit status, with which the process should end: nothing is left in a buffer.
+/// `outcore run` returns only if the program did not start, which else takes the place of this one.
+pub fn main_from(args: impl IntoIterator<Item = OsString>, own: &[OwnPolicy], commands: &[OwnCommand]) -> u8 {
+    let parser = command(own).subcommands(commands.iter().map(|command| command.parser.clone()));
+    let given = match parser.try_get_matches_from(args) {
+        Ok(given) => given,
+        Err(error) => return explain(&error),
     };
-    let done = match arguments.command {
+    if let Some((name, given)) = given.subcommand()
+        && let Some(command) = commands.iter().find(|command| command.parser.get_name() == name)
+    {
+        return (command.run)(given);
+    }
+    match Arguments::from_arg_matches(&given) {
+        Ok(arguments) => run_command(arguments.command, own),
+        Err(error) => explain(&error),
+    }
+}
+
+/// Prints a help or what was not understood. Returns the exit status.
+fn explain(error: &clap::Error) -> u8 {
+    // If the stream is closed, nobody can be told.
+    drop(error.print());
+    drop(io::stdout().flush());
+    // clap has 0 and 2.
+    error.exit_code().try_into().unwrap_or(FAILED)
+}
+
+/// The exit status of a command that failed.
+const FAILED: u8 = 1;
+
+fn run_command(command: Command, own: &[OwnPolicy]) -> u8 {
+    let done = match command {
         Command::Doctor(options) => doctor::run(&options).map(|report| render(&report, options.json)),
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
@@ -110,19 +158,22 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
         Command::Run(options) => {
             let run::Failure { error, status } = run::run(&options);
             fail(&error.to_string());
-            return ExitCode::from(status);
+            return status;
         }
     };
     let written = match done {
-        Ok(Ok(text)) => std::io::stdout().lock().write_all(text.as_bytes()),
+        Ok(Ok(text)) => {
+            let mut output = io::stdout().lock();
+            output.write_all(text.as_bytes()).and_then(|()| output.flush())
+        }
         Ok(Err(cause)) => Err(cause.into()),
         Err(error) => return fail(&error.to_string()),
     };
     match written {
         // The reader of the output has seen enough.
-        Err(cause) if cause.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(cause) if cause.kind() == ErrorKind::BrokenPipe => 0,
         Err(cause) => fail(&format!("cannot write the report: {cause} (check where standard output goes)")),
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
     }
 }
 
@@ -154,8 +205,26 @@ fn command(own: &[OwnPolicy]) -> clap::Command {
         })
 }
 
-fn fail(message: &str) -> ExitCode {
+fn fail(message: &str) -> u8 {
     // If standard error is closed, nobody can be told.
-    drop(writeln!(std::io::stderr(), "outcore: {message}"));
-    ExitCode::FAILURE
+    drop(writeln!(io::stderr(), "outcore: {message}"));
+    FAILED
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_programs_own_command_gets_its_arguments() {
+        let status = clap::Arg::new("status").required(true).value_parser(clap::value_parser!(u8));
+        let parser = clap::Command::new("more").arg(status);
+        let own = OwnCommand::new(parser, |given| given.get_one("status").copied().unwrap_or(FAILED));
+        let main = |words: &[&str]| main_from(words.iter().map(OsString::from), &[], std::slice::from_ref(&own));
+        assert_eq!(main(&["outcore", "more", "7"]), 7);
+        assert_eq!(main(&["outcore", "more", "--help"]), 0);
+        for wrong in [&["outcore"][..], &["outcore", "more"], &["outcore", "more", "x"], &["outcore", "mroe", "7"]] {
+            assert_eq!(main(wrong), 2, "{wrong:?}");
+        }
+    }
 }

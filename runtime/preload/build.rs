@@ -1,6 +1,7 @@
-//! Gives a function of the library the name by which Rust's standard library calls it: see `memory.rs`.
+//! Has Rust's standard library call a function of the library in the place of the C library's: see `memory.rs`.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rustc-cdylib-link-arg=-Wl,--defsym=__cxa_thread_atexit_impl=outcore_at_thread_exit");
+    // Zig, which links wheels, knows no `--defsym`.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,--wrap=__cxa_thread_atexit_impl");
 }

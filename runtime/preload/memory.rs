@@ -173,13 +173,13 @@ fn key() -> Option<libc::pthread_key_t> {
     })
 }
 
-/// As the C library's `__cxa_thread_atexit_impl`, for the variables of threads that this library has: the build gives
-/// it that name within the library. The program and its other libraries keep the C library's.
+/// As the C library's `__cxa_thread_atexit_impl`, for the variables of threads that this library has: the linker has
+/// calls of that name within the library come here. The program and its other libraries keep the C library's.
 ///
 /// # Safety
 /// `destructor` may be called with `value` when this thread ends.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn outcore_at_thread_exit(
+unsafe extern "C" fn __wrap___cxa_thread_atexit_impl(
     destructor: Destructor,
     value: *mut c_void,
     _library: *mut c_void,
@@ -200,7 +200,7 @@ unsafe extern "C" fn outcore_at_thread_exit(
 /// Called by the C library when a thread ends. What is added meanwhile is run too.
 unsafe extern "C" fn run_all(_: *mut c_void) {
     while let Some(entry) = ptr::NonNull::new(LAST.get()) {
-        // SAFETY: made by `outcore_at_thread_exit` for this thread, and taken out of the list here.
+        // SAFETY: made by `__wrap___cxa_thread_atexit_impl` for this thread, and taken out of the list here.
         unsafe {
             let Entry { destructor, value, next } = entry.read();
             LAST.set(next);

@@ -5,6 +5,9 @@
 //! - No thread of the runtime ever asks for the GIL, so whoever touches a page while it has the GIL is served.
 //! - What fails is `outcore.Error`. A panic is an exception too: PyO3 lets none through.
 
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+compile_error!("outcore's package for Python is built for Linux with glibc, and for no other platform");
+
 mod arguments;
 mod capsule;
 mod error;
@@ -16,6 +19,7 @@ mod opened;
 mod paged;
 mod pinned;
 mod pins;
+mod program;
 mod room;
 mod rows;
 mod runtime;
@@ -34,6 +38,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tensor::MappedTensor>()?;
     module.add_class::<group::Group>()?;
     module.add_class::<rows::Rows>()?;
+    module.add_function(wrap_pyfunction!(program::main, module)?)?;
     module.add_class::<runtime::Runtime>()?;
     module.add_class::<paged::Model>()?;
     module.add_class::<paged::Tensor>()?;

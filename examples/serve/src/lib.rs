@@ -1,4 +1,4 @@
-//! The server's parts; the program is `main.rs`.
+//! The server's parts; the program that is made of them is [`program`].
 #![warn(missing_docs)]
 
 pub mod args;
@@ -13,6 +13,7 @@ pub mod http;
 pub mod metrics;
 pub mod open;
 pub mod places;
+pub mod program;
 pub mod request;
 pub mod sampling;
 pub mod slack;

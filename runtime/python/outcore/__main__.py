@@ -1,18 +1,18 @@
-"""The program `outcore` of this package."""
+"""The program `outcore` of this package: the commands of `outcore --help`, and `serve`."""
 
+import signal
 import sys
 
-from . import __version__
-
-USAGE = "usage: outcore --version"
+from ._native import main as run
 
 
 def main() -> int:
-    if sys.argv[1:] == ["--version"]:
-        print(f"outcore {__version__}")
-        return 0
-    print(f"{USAGE}\nThe commands run, top, doctor and serve are those of the programs that Cargo builds.", file=sys.stderr)
-    return 2
+    # Signals do what they do to a program that Python has not started. Python's handler of Ctrl-C would only run when
+    # the command is done, and a signal that Python ignores would stay ignored in the program of `outcore run`.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    return run(["outcore", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ __version__: str
 
 _Views = TypeVar("_Views", covariant=True)
 
+def main(arguments: Sequence[str]) -> int: ...
+
 @final
 class MappedTensor:
     @property
