@@ -48,7 +48,7 @@ peers: ## Build llama.cpp and its server and fetch libCacheSim into .venv, for `
 	@scripts/need.sh cc c++ python3 pip
 	@scripts/fetch_peers.sh
 
-soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every device and on mapped files, bytes on an emulated GPU summed under overlap, simulated machines, 10 million failed moves of the pager alone, a million judged operations, a million tensors, 1000 processes killed while they commit, a tebibyte walked, 200 GiB walked in 320 MB, a model's logits under every setting, then 64 streams of the server
+soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every device and on mapped files, bytes on an emulated GPU summed under overlap, simulated machines, 10 million failed moves of the pager alone, a million judged operations, a million tensors, 1000 processes killed while they commit, a tebibyte walked, 200 GiB walked in 320 MB, a model's logits under every setting, then 64 streams of the server, and 64 of a mixture in half its memory
 	@scripts/need.sh cargo cc python3 pip
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test runtime --test simulate --test process -- --ignored --nocapture --test-threads 1
 	cargo test --release -p outcore-pager --test pager -- --ignored --nocapture soak_of_failed_moves
@@ -60,6 +60,8 @@ soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every dev
 	cargo test --workspace --test generate -- --ignored --nocapture
 	cargo build --release -p outcore-serve
 	python3 scripts/soak_serve.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf --seconds $(SOAK_SECONDS)
+	cargo run --release -p outcore-llm --bin make_model -- target/soak-mixture.gguf --arch qwen3moe --layers 12 --dim 1024 --heads 16 --kv-heads 4 --ffn 512 --vocab 32000 --experts 64 --experts-used 4
+	python3 scripts/soak_serve.py --model target/soak-mixture.gguf --memory 700MB --seconds $(SOAK_SECONDS) -- --context 1024
 
 fuzz: ## Every fuzz target for FUZZ_SECONDS (60); installs cargo-fuzz if it is missing
 	@scripts/need.sh cargo c++
