@@ -5,9 +5,9 @@
 
 Makes a file of random bf16 weights, of N GB, in DIR, for each of the alignments of the header: by 8 bytes, as
 safetensors pads it, so that outcore has to move every tensor to an address that is a multiple of 64; and by 64, so that
-none moves. Each run is a process of its own, with the page cache dropped before. Rounds of the sides are interleaved,
-and ratios are taken round by round. What is timed is the call of the loader, and the call with a touch of every page of
-every tensor behind it, because some loaders map the file and read nothing before.
+none moves. Each run is a process of its own, before which the file is dropped from the page cache. Rounds of the sides
+are interleaved, and ratios are taken round by round. What is timed is the call of the loader, and the call with a touch
+of every page of every tensor behind it, because some loaders map the file and read nothing before.
 
 The probe (benches/compare/read_fresh.c, built here by cc) reads the file with O_DIRECT into fresh memory, which is
 touched in the same way. Loaders that are not installed are left out. The package outcore is found by PYTHONPATH, or is
@@ -180,15 +180,10 @@ def make(path, size, header_ends):
 
 
 def drop_cache(path):
-    """Takes the file from the page cache; with the rights for it, everything."""
+    """Takes the file from the page cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        with open("/proc/sys/vm/drop_caches", "w", encoding="ascii") as file:
-            file.write("3")
-    except OSError:
-        pass
 
 
 def build_probe(folder):

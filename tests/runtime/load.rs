@@ -107,7 +107,8 @@ fn shards_are_one_model_and_each_a_file_of_its_own() {
     write(&at(2), &format!("{{{b},{c}}}"), &[2; 3]);
     let content = |tensor: &LoadedTensor| (tensor.name().to_owned(), tensor.bytes().to_owned());
     let contents = |tensors: Vec<LoadedTensor>| tensors.iter().map(content).collect::<Vec<_>>();
-    let [a, b, c] = [("a", 70_000, 1), ("b", 3, 2), ("c", 0, 0)].map(|(n, len, byte)| (n.to_owned(), vec![byte; len]));
+    let [a, b, c] =
+        [("a", 70_000, 1_u8), ("b", 3, 2), ("c", 0, 0)].map(|(n, len, byte)| (n.to_owned(), vec![byte; len]));
     for path in [folder.path(), &at(1), &at(2)] {
         assert!(contents(load_all(path).unwrap()) == [a.clone(), b.clone(), c.clone()]);
     }

@@ -492,15 +492,6 @@ class Processes(unittest.TestCase):
         )
         self.assertEqual(python(code, path()), (0, "interrupted\nentered\n"))
 
-    def test_the_program(self):
-        for arguments, status, word in ((["--version"], 0, outcore.__version__), ([], 2, "usage")):
-            done = subprocess.run(
-                [sys.executable, "-m", "outcore", *arguments], capture_output=True, text=True, check=False,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-            self.assertEqual(done.returncode, status)
-            self.assertIn(word, done.stdout + done.stderr)
-
 
 if __name__ == "__main__":
     unittest.main()

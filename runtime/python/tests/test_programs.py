@@ -113,7 +113,7 @@ class Program(unittest.TestCase):
     def test_signals_end_it_as_they_end_any_program(self):
         pipe = os.path.join(FOLDER.name, "pipe")
         os.mkfifo(pipe)
-        with started("policies", pipe, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with started("policies", "--trace", pipe, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             # It is in the command when it has opened the pipe, in which it then waits for a trace.
             with open(pipe, "wb"):
                 process.send_signal(signal.SIGINT)
