@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use outcore::pin::Guard;
 use outcore::{Error, ErrorKind, PinRequest, Result};
 use parking_lot::Mutex;
+use pyo3::exceptions::{PyBufferError, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
@@ -248,7 +249,15 @@ impl View {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let numpy = this.py().import("numpy")?;
-        let array = numpy.call_method1("from_dlpack", (this,))?;
+        let array = numpy.call_method1("from_dlpack", (this,)).map_err(|raised| {
+            // What numpy raises for types that it has none of, such as BF16.
+            if !raised.is_instance_of::<PyRuntimeError>(this.py()) {
+                return raised;
+            }
+            let refused =
+                format!("{} cannot be taken by numpy: {raised}. Take it by torch.from_dlpack", this.get().what());
+            PyBufferError::new_err(refused)
+        })?;
         if dtype.is_none() && copy != Some(true) {
             return Ok(array);
         }

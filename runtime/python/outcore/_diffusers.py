@@ -208,6 +208,9 @@ def described(folder):
         if name.startswith("_") or not isinstance(of, list) or len(of) != 2:
             continue
         if all(isinstance(one, str) for one in of):
+            # Others than modules would be made of nothing.
+            if not os.path.isdir(os.path.join(folder, name)):
+                raise Error(f"{folder} has no folder {name}, which its {INDEX} names", "not_found", "fetch the model again")
             module = class_of(folder, name, *of)
             if module is not None:
                 found[name] = module

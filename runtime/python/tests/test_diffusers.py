@@ -454,7 +454,7 @@ class Refusals(unittest.TestCase):
             ("invalid_argument", ("transformer", "shape"), config("transformer", pooled_projection_dim=64)),
             ("not_found", ("vae", "decoder.conv_in.weight"), narrower),
             ("not_found", ("text_encoder_2",), lambda path: shutil.rmtree(path / "text_encoder_2")),
-            ("unsupported", ("tokenizer",), lambda path: shutil.rmtree(path / "tokenizer")),
+            ("not_found", ("tokenizer",), lambda path: shutil.rmtree(path / "tokenizer")),
             ("format", ("model_index.json",), lambda path: (path / "model_index.json").write_text("{")),
             ("format", ("model_index.json",), lambda path: (path / "model_index.json").write_text("[]")),
         ):

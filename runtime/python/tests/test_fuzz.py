@@ -339,7 +339,7 @@ class Run:
         for what in self.wrong:
             print("wrong:", what)
         # What is alive after all of that works.
-        with outcore.Runtime(8 * PAGE, page_size=PAGE, scratch=self.folder) as runtime:
+        with outcore.Runtime(16 * PAGE, page_size=PAGE, scratch=self.folder) as runtime:
             with runtime.load(self.path).tensor("table").pin() as view:
                 assert np.array_equal(view, tensors["table"])
             assert runtime.stats()["pins"] == 0

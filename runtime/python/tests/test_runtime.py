@@ -382,19 +382,23 @@ class Pins(Refusing):
         with opened(10) as runtime, Threads() as threads:
             model, counts = runtime.load(path()), pages(runtime, 1)
 
+            def check(names, *arrays):
+                for name, array in zip(names, arrays):
+                    assert np.array_equal(array, EXPECTED[name]), name
+
             def work(seed):
                 own = random.Random(seed)
                 for _ in range(15):
-                    outer, inner = own.sample(NAMES, 2)
-                    while True:
-                        try:
-                            with model.tensor(outer).pin() as one, model.tensor(inner).pin() as other:
-                                assert np.array_equal(one, EXPECTED[outer]), outer
-                                assert np.array_equal(other, EXPECTED[inner]), inner
-                            break
-                        except outcore.Error as error:
-                            # Everything was let go: the other one can go on.
-                            assert error.kind == "busy", error
+                    names = own.sample(NAMES, 2)
+                    outer, inner = map(model.tensor, names)
+                    try:
+                        with outer.pin() as one, inner.pin() as other:
+                            check(names, one, other)
+                    except outcore.Error as error:
+                        assert error.kind == "busy", error
+                        # Everything was let go. Both together wait until there is room for both.
+                        with runtime.pin([outer, inner]) as (one, other):
+                            check(names, one, other)
                     with counts.pin_mut() as view:
                         np.asarray(view)[0, seed] += 1
 
