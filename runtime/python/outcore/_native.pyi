@@ -3,6 +3,22 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
+__all__ = [
+    "__version__",
+    "load",
+    "LoadedTensor",
+    "MappedModel",
+    "MappedTensor",
+    "Group",
+    "Rows",
+    "main",
+    "Runtime",
+    "Model",
+    "Tensor",
+    "Pin",
+    "View",
+]
+
 __version__: str
 
 _Views = TypeVar("_Views", covariant=True)
