@@ -54,9 +54,9 @@ fn poll_within<G: Guard>(request: &mut PinRequest<'_, G>, waker: &Waker, limit: 
 ///
 /// # Errors
 /// Those of the request, and what a handler of a signal raises.
-fn pin<'a, G: Guard>(py: Python<'_>, request: impl Fn() -> PinRequest<'a, G>) -> PyResult<G>
+fn pin<'a, G>(py: Python<'_>, request: impl Fn() -> PinRequest<'a, G>) -> PyResult<G>
 where
-    G: Send,
+    G: Guard + Send,
     PinRequest<'a, G>: Send,
 {
     if let Some(guard) = request().if_resident() {

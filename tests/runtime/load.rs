@@ -201,7 +201,8 @@ impl<F: Fn() + Send + Sync> CallHook for Changes<F> {
 #[test]
 fn a_file_that_changes_is_refused() {
     watched("a file changes", || {
-        let changes: [(&str, fn(&File)); 3] = [
+        type Change = (&'static str, fn(&File));
+        let changes: [Change; 3] = [
             ("shorter", |file| file.set_len(9 << 20).unwrap()),
             ("longer", |mut file| file.write_all(b"more").unwrap()),
             ("other bytes", |file| file.write_all_at(b"other", 11 << 20).unwrap()),
