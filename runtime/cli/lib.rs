@@ -129,7 +129,7 @@ pub fn main_from(args: impl IntoIterator<Item = OsString>, own: &[OwnPolicy], co
 
 /// Prints a help or what was not understood. Returns the exit status.
 fn explain(error: &clap::Error) -> u8 {
-    // If the stream is closed, nobody can be told.
+    // If the stream is closed, the message is lost.
     drop(error.print());
     drop(io::stdout().flush());
     // clap has 0 and 2.
@@ -206,7 +206,7 @@ fn command(own: &[OwnPolicy]) -> clap::Command {
 }
 
 fn fail(message: &str) -> u8 {
-    // If standard error is closed, nobody can be told.
+    // If standard error is closed, the message is lost.
     drop(writeln!(io::stderr(), "outcore: {message}"));
     FAILED
 }

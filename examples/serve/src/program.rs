@@ -46,10 +46,10 @@ pub fn run(given: &ArgMatches) -> u8 {
         .with_ansi(io::stderr().is_terminal());
     // A process that has a log already keeps it.
     drop(log.try_init());
-    match serve_until_told(&args) {
+    match serve_until_signal(&args) {
         Ok(()) => 0,
         Err(why) => {
-            // If standard error is closed, nobody can be told.
+            // If standard error is closed, the message is lost.
             drop(writeln!(io::stderr(), "serve: {why}"));
             FAILED
         }
@@ -58,7 +58,7 @@ pub fn run(given: &ArgMatches) -> u8 {
 
 /// Prints a help or what was not understood. Returns the exit status.
 fn explain(error: &clap::Error) -> u8 {
-    // If the stream is closed, nobody can be told.
+    // If the stream is closed, the message is lost.
     drop(error.print());
     drop(io::stdout().flush());
     // clap has 0 and 2.
@@ -84,7 +84,7 @@ fn tenants(args: &Args) -> Result<Tenants, String> {
     Ok(tenants)
 }
 
-fn serve_until_told(args: &Args) -> Result<(), String> {
+fn serve_until_signal(args: &Args) -> Result<(), String> {
     let tenants = tenants(args)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(NETWORK_THREADS)
