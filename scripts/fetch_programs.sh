@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
 # Puts numpy and safetensors into .venv: programs that map files, for the tests of `outcore run`. Does nothing where
-# they are there. PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv.
+# these versions are there. PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(numpy==2.2.6 safetensors==0.6.2)
+packages=(numpy==2.2.6 safetensors==0.8.0)
 python=${PYTHON:-python3}
 venv=${OUTCORE_PEERS:-.venv}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { echo "fetch_programs: $*" >&2; exit 1; }
 
-if "$venv/bin/python" -c 'import numpy, safetensors' 2>/dev/null; then
+if "$venv/bin/python" - "${packages[@]}" 2>/dev/null <<'PY'
+import sys
+from importlib.metadata import version
+
+sys.exit(not all(version(name) == wanted for name, wanted in (package.split("==") for package in sys.argv[1:])))
+PY
+then
     echo "$venv has numpy and safetensors"
     exit 0
 fi

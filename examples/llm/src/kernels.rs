@@ -19,10 +19,14 @@ use half::f16;
 
 use crate::dtype::WeightType;
 use crate::pool::{Columns, Pool};
-use crate::quants::{E2M1, IQ4, dequantise, e4m3, half_power, iq4_scale, scale_min};
+use crate::quants::{E2M1, IQ4, dequantise, e4m3, half_power, iq4_scale};
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod blocks;
 mod elementwise;
 
 pub(crate) use elementwise::{clamped_silu, exp_less, gelu, silu};
@@ -82,7 +86,11 @@ impl Quantised {
         let (x, _) = x.as_chunks::<BLOCK>();
         let level = level.clamped();
         #[cfg(target_arch = "x86_64")]
-        if level == Level::Avx512 && avx512::wants_lanes(m) {
+        if match level {
+            Level::Avx512 => avx512::wants_lanes(m),
+            Level::Avx2 => avx2::wants_lanes(m),
+            Level::Scalar => false,
+        } {
             // The kernels take four blocks at a time.
             let each = blocks.next_multiple_of(4);
             let zero = Q8Lanes { q: [[0; 64]; 8], scale: [0.0; LANES], sum: [0; LANES], half: [[0; LANES]; 2] };
@@ -111,33 +119,12 @@ impl Quantised {
         new
     }
 
-    /// The blocks of vector `j`, of `blocks` blocks.
-    fn blocks(&self, j: usize, blocks: usize) -> Q8Vector<'_> {
-        let each = blocks.div_ceil(GROUP);
-        Q8Vector { groups: &self.groups[j * each..(j + 1) * each], len: blocks }
+    /// The scale and the values of block `b` of vector `j`, of `blocks` blocks, for the kernel that takes a block at a
+    /// time.
+    fn block(&self, j: usize, b: usize, blocks: usize) -> (f32, &[i8; BLOCK]) {
+        let group = &self.groups[j * blocks.div_ceil(GROUP) + b / GROUP];
+        (group.scale[b % GROUP], &group.q[b % GROUP])
     }
-}
-
-/// One vector, for kernels that take a block at a time.
-#[derive(Clone, Copy)]
-struct Q8Vector<'a> {
-    groups: &'a [Q8Group],
-    len: usize,
-}
-
-impl<'a> Q8Vector<'a> {
-    #[inline(always)]
-    fn at(&self, b: usize) -> Q8Block<'a> {
-        let (group, b) = (&self.groups[b / GROUP], b % GROUP);
-        Q8Block { scale: group.scale[b], sum: group.scale[b] * group.sum[b] as f32, q: &group.q[b] }
-    }
-}
-
-struct Q8Block<'a> {
-    scale: f32,
-    /// `scale` times the sum of `q`.
-    sum: f32,
-    q: &'a [i8; BLOCK],
 }
 
 /// A block, quantised.
@@ -170,9 +157,13 @@ impl Q8Lanes {
 
 fn quantise(level: Level, x: &[f32; BLOCK]) -> Quants {
     #[cfg(target_arch = "x86_64")]
-    if level == Level::Avx512 {
-        // SAFETY: the features were detected (invariant 3).
-        return unsafe { avx512::quantise(x) };
+    // SAFETY: the features were detected (invariant 3).
+    unsafe {
+        match level {
+            Level::Avx512 => return avx512::quantise(x),
+            Level::Avx2 => return avx2::quantise(x),
+            Level::Scalar => {}
+        }
     }
     let _ = level;
     quantise_plainly(x)
@@ -328,7 +319,7 @@ pub fn rows_dot(level: Level, dtype: WeightType, k: usize, rows: &[u8], acts: Ac
                     return avx512::rows(dtype, job, a, out);
                 }
                 (Level::Avx2, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K | IQ4_NL | IQ4_XS | MXFP4) => {
-                    return x86::avx2::rows(dtype, job, a, out);
+                    return avx2::rows(dtype, job, a, out);
                 }
                 (Level::Avx512, Acts::Plain(a, fours), F32 | F16 | BF16) => {
                     return avx512::dense_rows(dtype, job, a, &fours.0, out);
@@ -347,7 +338,7 @@ pub fn rows_dot(level: Level, dtype: WeightType, k: usize, rows: &[u8], acts: Ac
         for (j, out) in out.iter_mut().enumerate() {
             *out = match acts {
                 Acts::Plain(a, _) => dot(level, &weights, &a[j * k..(j + 1) * k]),
-                Acts::Q8(a) => scalar_dot(&weights, a.blocks(j, k / BLOCK)),
+                Acts::Q8(a) => scalar_dot(&weights, a, j),
             };
         }
     }
@@ -397,13 +388,13 @@ pub(crate) fn in_chunks(
     });
 }
 
-fn scalar_dot(weights: &[f32], acts: Q8Vector<'_>) -> f32 {
+fn scalar_dot(weights: &[f32], acts: &Quantised, j: usize) -> f32 {
     let (blocks, _) = weights.as_chunks::<BLOCK>();
     let mut total = 0f32;
     for (b, w) in blocks.iter().enumerate() {
-        let a = acts.at(b);
-        let inner: f32 = w.iter().zip(a.q).map(|(w, q)| w * f32::from(*q)).sum();
-        total += a.scale * inner;
+        let (scale, q) = acts.block(j, b, blocks.len());
+        let inner: f32 = w.iter().zip(q).map(|(w, q)| w * f32::from(*q)).sum();
+        total += scale * inner;
     }
     total
 }
@@ -527,14 +518,12 @@ pub fn axpy_f16(level: Level, a: f32, x: &[f16], y: &mut [f32]) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    //! The same kernels compiled twice, for AVX2 and for VNNI; they differ in the 8-bit dot product alone.
-    //!
-    //! A kernel is generic over `R` rows and `M` vectors computed together: rows share the loads of activations, and
-    //! vectors share the unpacking of weights. Each (row, vector) pair has an accumulator of its own (invariant 1).
+    //! Kernels for plain numbers on 256-bit registers.
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK, E2M1, IQ4, Q8Vector, Quantised, WeightType, f16, half_power, iq4_scale, scale_min};
+    use super::blocks::part;
+    use super::{WeightType, f16};
 
     /// A block of rows to be multiplied with `m` vectors of `k` elements.
     #[derive(Clone, Copy)]
@@ -547,28 +536,28 @@ mod x86 {
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn load16(bytes: &[u8; 16]) -> __m128i {
+    pub fn load16(bytes: &[u8; 16]) -> __m128i {
         // SAFETY: the reference covers the 16 bytes; the load needs no alignment.
         unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
     }
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn load32<T: Byte>(bytes: &[T; 32]) -> __m256i {
+    pub fn load32<T: Byte>(bytes: &[T; 32]) -> __m256i {
         // SAFETY: the reference covers the 32 bytes; the load needs no alignment.
         unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
     }
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn load_ps(values: &[f32; 8]) -> __m256 {
+    pub fn load_ps(values: &[f32; 8]) -> __m256 {
         // SAFETY: the reference covers the 32 bytes; the load needs no alignment.
         unsafe { _mm256_loadu_ps(values.as_ptr()) }
     }
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn store_ps(values: &mut [f32; 8], x: __m256) {
+    pub fn store_ps(values: &mut [f32; 8], x: __m256) {
         // SAFETY: the reference covers the 32 bytes; the store needs no alignment.
         unsafe { _mm256_storeu_ps(values.as_mut_ptr(), x) }
     }
@@ -576,15 +565,6 @@ mod x86 {
     pub trait Byte: Copy {}
     impl Byte for u8 {}
     impl Byte for i8 {}
-
-    /// `N` bytes of `b` from `at`. Callers pass constant ranges, so the check disappears.
-    #[inline(always)]
-    fn part<const N: usize>(b: &[u8], at: usize) -> &[u8; N] {
-        match b[at..].first_chunk::<N>() {
-            Some(part) => part,
-            None => &[0; N],
-        }
-    }
 
     #[inline]
     #[target_feature(enable = "avx2")]
@@ -594,316 +574,13 @@ mod x86 {
         _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
     }
 
-    /// Two half-precision numbers.
-    #[inline]
-    #[target_feature(enable = "avx2,f16c")]
-    fn halves(bytes: &[u8; 4]) -> (f32, f32) {
-        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from_le_bytes(*bytes)));
-        (_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both)))
-    }
-
     /// Sixteen bytes as 32 nibbles: first the low ones, then the high ones.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn nibbles(bytes: &[u8; 16]) -> __m256i {
+    pub fn nibbles(bytes: &[u8; 16]) -> __m256i {
         let low = load16(bytes);
         let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
         _mm256_and_si256(both, _mm256_set1_epi8(15))
-    }
-
-    /// What nibbles stand for in `table`.
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    fn looked_up(table: &[i8; 16], nibbles: __m256i) -> __m256i {
-        let table = load16(&table.map(|value| value as u8));
-        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles)
-    }
-
-    macro_rules! kernels {
-        ($module:ident, $features:literal, $dot:expr) => {
-            pub mod $module {
-                use super::*;
-
-                /// Eight sums of four products each: unsigned bytes `u` times signed bytes `s`.
-                #[inline]
-                #[target_feature(enable = $features)]
-                fn dot_us(u: __m256i, s: __m256i) -> __m256i {
-                    $dot(u, s)
-                }
-
-                /// Eight sums of four products of signed bytes each.
-                #[inline]
-                #[target_feature(enable = $features)]
-                fn dot_ss(magnitude: __m256i, w: __m256i, s: __m256i) -> __m256i {
-                    dot_us(magnitude, _mm256_sign_epi8(s, w))
-                }
-
-                /// Multiplies all rows with all vectors, four of a kind at a time.
-                #[target_feature(enable = $features)]
-                pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
-                    match dtype {
-                        WeightType::Q4_0 => drive(job, acts, out, q4_0::<4, 1>, q4_0::<1, 1>, q4_0::<1, 4>),
-                        WeightType::Q4_1 => drive(job, acts, out, q4_1::<4, 1>, q4_1::<1, 1>, q4_1::<1, 4>),
-                        WeightType::Q8_0 => drive(job, acts, out, q8_0::<4, 1>, q8_0::<1, 1>, q8_0::<1, 4>),
-                        WeightType::Q4_K => {
-                            drive(job, acts, out, q45_k::<2, 1, false>, q45_k::<1, 1, false>, q45_k::<1, 4, false>)
-                        }
-                        WeightType::Q5_K => {
-                            drive(job, acts, out, q45_k::<2, 1, true>, q45_k::<1, 1, true>, q45_k::<1, 4, true>)
-                        }
-                        WeightType::IQ4_NL => {
-                            drive(job, acts, out, listed::<4, 1, 18>, listed::<1, 1, 18>, listed::<1, 4, 18>)
-                        }
-                        WeightType::MXFP4 => {
-                            drive(job, acts, out, listed::<4, 1, 17>, listed::<1, 1, 17>, listed::<1, 4, 17>)
-                        }
-                        WeightType::IQ4_XS => drive(job, acts, out, iq4_xs::<2, 1>, iq4_xs::<1, 1>, iq4_xs::<1, 4>),
-                        _ => drive(job, acts, out, q6_k::<2, 1>, q6_k::<1, 1>, q6_k::<1, 4>),
-                    }
-                }
-
-                #[inline]
-                #[target_feature(enable = $features)]
-                fn drive<const R: usize>(
-                    job: Rows<'_>,
-                    acts: &Quantised,
-                    out: &mut [f32],
-                    many_rows: unsafe fn([&[u8]; R], [Q8Vector<'_>; 1]) -> [[f32; 1]; R],
-                    one: unsafe fn([&[u8]; 1], [Q8Vector<'_>; 1]) -> [[f32; 1]; 1],
-                    many_acts: unsafe fn([&[u8]; 1], [Q8Vector<'_>; 4]) -> [[f32; 4]; 1],
-                ) {
-                    let Rows { k, row_bytes, rows, m } = job;
-                    let act = |j: usize| acts.blocks(j, k / BLOCK);
-                    if m == 1 {
-                        let groups = rows.chunks(row_bytes * R).zip(out.chunks_mut(R));
-                        for (group, out) in groups {
-                            if group.len() == row_bytes * R {
-                                let rows = std::array::from_fn(|r| &group[r * row_bytes..(r + 1) * row_bytes]);
-                                // SAFETY: this function has the same target features as the kernel.
-                                let sums = unsafe { many_rows(rows, [act(0)]) };
-                                out.iter_mut().zip(sums).for_each(|(o, [s])| *o = s);
-                            } else {
-                                for (row, out) in group.chunks_exact(row_bytes).zip(out) {
-                                    // SAFETY: as above.
-                                    let [[sum]] = unsafe { one([row], [act(0)]) };
-                                    *out = sum;
-                                }
-                            }
-                        }
-                        return;
-                    }
-                    for (row, out) in rows.chunks_exact(row_bytes).zip(out.chunks_exact_mut(m)) {
-                        for (i, out) in out.chunks_mut(4).enumerate() {
-                            if let Some(out) = out.as_mut_array_of_four() {
-                                // SAFETY: as above.
-                                let [sums] = unsafe { many_acts([row], std::array::from_fn(|j| act(4 * i + j))) };
-                                *out = sums;
-                            } else {
-                                for (j, out) in out.iter_mut().enumerate() {
-                                    // SAFETY: as above.
-                                    let [[sum]] = unsafe { one([row], [act(4 * i + j)]) };
-                                    *out = sum;
-                                }
-                            }
-                        }
-                    }
-                }
-
-                #[target_feature(enable = $features)]
-                fn q4_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
-                    let rows = rows.map(|r| r.as_chunks::<18>().0);
-                    let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    let mut low = [[0f32; M]; R];
-                    for b in 0..acts[0].len {
-                        for r in 0..R {
-                            let block = &rows[r][b];
-                            let (d, _) = halves(&[block[0], block[1], 0, 0]);
-                            let w = nibbles(part(block, 2));
-                            for j in 0..M {
-                                let y = acts[j].at(b);
-                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(y.q)));
-                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
-                                low[r][j] += d * y.sum;
-                            }
-                        }
-                    }
-                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j]) - 8.0 * low[r][j]))
-                }
-
-                #[target_feature(enable = $features)]
-                fn q4_1<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
-                    let rows = rows.map(|r| r.as_chunks::<20>().0);
-                    let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    let mut low = [[0f32; M]; R];
-                    for b in 0..acts[0].len {
-                        for r in 0..R {
-                            let block = &rows[r][b];
-                            let (d, min) = halves(part(block, 0));
-                            let w = nibbles(part(block, 4));
-                            for j in 0..M {
-                                let y = acts[j].at(b);
-                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(y.q)));
-                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
-                                low[r][j] += min * y.sum;
-                            }
-                        }
-                    }
-                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j]) + low[r][j]))
-                }
-
-                #[target_feature(enable = $features)]
-                fn q8_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
-                    let rows = rows.map(|r| r.as_chunks::<34>().0);
-                    let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    for b in 0..acts[0].len {
-                        for r in 0..R {
-                            let block = &rows[r][b];
-                            let (d, _) = halves(&[block[0], block[1], 0, 0]);
-                            let w = load32(part::<32>(block, 2));
-                            let magnitude = _mm256_abs_epi8(w);
-                            for j in 0..M {
-                                let y = acts[j].at(b);
-                                let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
-                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
-                            }
-                        }
-                    }
-                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
-                }
-
-                /// IQ4_NL (blocks of 18 bytes) and MXFP4 (of 17).
-                #[target_feature(enable = $features)]
-                fn listed<const R: usize, const M: usize, const SIZE: usize>(
-                    rows: [&[u8]; R],
-                    acts: [Q8Vector<'_>; M],
-                ) -> [[f32; M]; R] {
-                    let rows = rows.map(|r| r.as_chunks::<SIZE>().0);
-                    let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    for b in 0..acts[0].len {
-                        for r in 0..R {
-                            let block = &rows[r][b];
-                            let (d, table) = if SIZE == 17 {
-                                (half_power(block[0]), &E2M1)
-                            } else {
-                                (halves(&[block[0], block[1], 0, 0]).0, &IQ4)
-                            };
-                            let w = looked_up(table, nibbles(part(block, SIZE - 16)));
-                            let magnitude = _mm256_abs_epi8(w);
-                            for j in 0..M {
-                                let y = acts[j].at(b);
-                                let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
-                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
-                            }
-                        }
-                    }
-                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
-                }
-
-                #[target_feature(enable = $features)]
-                fn iq4_xs<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
-                    let rows = rows.map(|r| r.as_chunks::<136>().0);
-                    let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    for b in 0..acts[0].len / 8 {
-                        for r in 0..R {
-                            let block = &rows[r][b];
-                            let (d, _) = halves(&[block[0], block[1], 0, 0]);
-                            for sub in 0..8 {
-                                let w = looked_up(&IQ4, nibbles(part(block, 8 + 16 * sub)));
-                                let magnitude = _mm256_abs_epi8(w);
-                                let scale = d * f32::from(iq4_scale(sub, *part(block, 2)));
-                                for j in 0..M {
-                                    let y = acts[j].at(b * 8 + sub);
-                                    let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
-                                    acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(scale * y.scale), p, acc[r][j]);
-                                }
-                            }
-                        }
-                    }
-                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
-                }
-
-                #[target_feature(enable = $features)]
-                fn q45_k<const R: usize, const M: usize, const FIVE: bool>(
-                    rows: [&[u8]; R],
-                    acts: [Q8Vector<'_>; M],
-                ) -> [[f32; M]; R] {
-                    let size = if FIVE { 176 } else { 144 };
-                    let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    let mut low = [[0f32; M]; R];
-                    for b in 0..acts[0].len / 8 {
-                        for r in 0..R {
-                            let block = &rows[r][b * size..(b + 1) * size];
-                            let (d, dmin) = halves(part(block, 0));
-                            let high = if FIVE { load32(part::<32>(block, 16)) } else { _mm256_setzero_si256() };
-                            let quants = if FIVE { 48 } else { 16 };
-                            for t in 0..4 {
-                                let bytes = load32(part::<32>(block, quants + t * 32));
-                                for side in 0..2 {
-                                    let sub = 2 * t + side;
-                                    let shifted = if side == 0 { bytes } else { _mm256_srli_epi16::<4>(bytes) };
-                                    let mut w = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
-                                    if FIVE {
-                                        let bit = _mm256_set1_epi8((1u8 << sub) as i8);
-                                        let set = _mm256_cmpeq_epi8(_mm256_and_si256(high, bit), bit);
-                                        w = _mm256_or_si256(w, _mm256_and_si256(set, _mm256_set1_epi8(16)));
-                                    }
-                                    let (scale, min) = scale_min(sub, &block[4..16]);
-                                    let (scale, min) = (d * f32::from(scale), dmin * f32::from(min));
-                                    for j in 0..M {
-                                        let y = acts[j].at(b * 8 + sub);
-                                        let p = _mm256_cvtepi32_ps(dot_us(w, load32(y.q)));
-                                        acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(scale * y.scale), p, acc[r][j]);
-                                        low[r][j] += min * y.sum;
-                                    }
-                                }
-                            }
-                        }
-                    }
-                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j]) - low[r][j]))
-                }
-
-                #[target_feature(enable = $features)]
-                fn q6_k<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
-                    let rows = rows.map(|r| r.as_chunks::<210>().0);
-                    let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    for b in 0..acts[0].len / 8 {
-                        for r in 0..R {
-                            let block = &rows[r][b];
-                            let (d, _) = halves(&[block[208], block[209], 0, 0]);
-                            for half in 0..2 {
-                                let high = load32(part::<32>(block, 128 + half * 32));
-                                let first = load32(part::<32>(block, half * 64));
-                                let second = load32(part::<32>(block, half * 64 + 32));
-                                for quarter in 0..4 {
-                                    let t = half * 4 + quarter;
-                                    let bytes = if quarter % 2 == 0 { first } else { second };
-                                    let bytes = if quarter < 2 { bytes } else { _mm256_srli_epi16::<4>(bytes) };
-                                    let nibble = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
-                                    let two = match quarter {
-                                        0 => _mm256_slli_epi16::<4>(high),
-                                        1 => _mm256_slli_epi16::<2>(high),
-                                        2 => high,
-                                        _ => _mm256_srli_epi16::<2>(high),
-                                    };
-                                    let two = _mm256_and_si256(two, _mm256_set1_epi8(0x30));
-                                    let w = _mm256_sub_epi8(_mm256_or_si256(nibble, two), _mm256_set1_epi8(32));
-                                    let magnitude = _mm256_abs_epi8(w);
-                                    let scale = |i: usize| d * f32::from(block[192 + 2 * t + i] as i8);
-                                    let scales = _mm256_set_m128(_mm_set1_ps(scale(1)), _mm_set1_ps(scale(0)));
-                                    for j in 0..M {
-                                        let y = acts[j].at(b * 8 + t);
-                                        let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
-                                        let scales = _mm256_mul_ps(scales, _mm256_set1_ps(y.scale));
-                                        acc[r][j] = _mm256_fmadd_ps(scales, p, acc[r][j]);
-                                    }
-                                }
-                            }
-                        }
-                    }
-                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
-                }
-            }
-        };
     }
 
     /// [`scaled_e4m3`](super::scaled_e4m3).
@@ -1009,8 +686,6 @@ mod x86 {
             self.try_into().ok()
         }
     }
-
-    kernels!(avx2, "avx2,fma,f16c", |u, s| _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
 
     #[target_feature(enable = "avx2,fma")]
     pub fn dot_f32(a: &[f32], b: &[f32]) -> f32 {

@@ -11,31 +11,18 @@
 
 use std::arch::x86_64::*;
 
+use super::blocks::{
+    AHEAD, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS, VECTORS_BYTES, block_bytes, eight_bytes,
+    fetch, part, scale_bytes, table, word,
+};
 use super::x86::Rows;
-use super::{BLOCK, E2M1, Four, GROUP, IQ4, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType};
+use super::{BLOCK, Four, GROUP, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType};
 use super::{half_power, iq4_scale};
 
-/// Rows that are unpacked at a time for many vectors.
-const ROWS: usize = 4;
 /// Vectors from which computing for sixteen at once is quicker than one after the other.
 const MANY: usize = 6;
-/// How many bytes before they are used those of the next rows are fetched.
-const AHEAD: usize = 4096;
-/// The same for plain numbers, which take less time.
+/// How many bytes before they are used plain numbers are fetched, which take less time.
 const PLAIN_AHEAD: usize = 8192;
-const Q4_0: u32 = WeightType::Q4_0 as u32;
-const Q4_1: u32 = WeightType::Q4_1 as u32;
-const Q8_0: u32 = WeightType::Q8_0 as u32;
-const Q4_K: u32 = WeightType::Q4_K as u32;
-const Q5_K: u32 = WeightType::Q5_K as u32;
-const Q6_K: u32 = WeightType::Q6_K as u32;
-const IQ4_NL: u32 = WeightType::IQ4_NL as u32;
-const IQ4_XS: u32 = WeightType::IQ4_XS as u32;
-const MXFP4: u32 = WeightType::MXFP4 as u32;
-
-/// So many bytes of vectors are multiplied with one row after the other: what the second cache holds beside the rows.
-const VECTORS_BYTES: usize = 384 << 10;
-
 /// Whether vectors are to be laid out in lanes when there are `m`.
 pub fn wants_lanes(m: usize) -> bool {
     m >= MANY
@@ -136,27 +123,6 @@ fn drive<const KIND: u32>(job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
     }
 }
 
-const fn block_bytes(kind: u32) -> usize {
-    match kind {
-        MXFP4 => 17,
-        Q4_0 | IQ4_NL => 18,
-        Q4_1 => 20,
-        Q8_0 => 34,
-        IQ4_XS => 136,
-        Q4_K => 144,
-        Q5_K => 176,
-        _ => 210,
-    }
-}
-
-/// Bytes of sixteen blocks of 32 elements.
-const fn group_bytes(kind: u32) -> usize {
-    match kind {
-        Q4_0 | Q4_1 | Q8_0 | IQ4_NL | MXFP4 => 16 * block_bytes(kind),
-        _ => 2 * block_bytes(kind),
-    }
-}
-
 // ---- loads ----
 
 #[inline]
@@ -208,20 +174,6 @@ impl Lane for u8 {}
 impl Lane for i8 {}
 impl Lane for i32 {}
 
-/// `N` bytes of `b` from `at`. Callers pass constant ranges, so the check disappears.
-#[inline(always)]
-fn part<const N: usize>(b: &[u8], at: usize) -> &[u8; N] {
-    match b[at..].first_chunk::<N>() {
-        Some(part) => part,
-        None => &[0; N],
-    }
-}
-
-#[inline(always)]
-fn word(b: &[u8], at: usize) -> i32 {
-    i32::from_le_bytes(*part(b, at))
-}
-
 /// Two vectors of activations behind one another, of blocks `first` and `first + 1`.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -238,7 +190,7 @@ fn pair(y: &Q8Group, first: usize) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn one_row<const KIND: u32>(row: &[u8], groups: &[Q8Group], ahead: &[u8]) -> f32 {
-    let each = group_bytes(KIND);
+    let each = 2 * eight_bytes(KIND);
     let mut acc = _mm_setzero_ps();
     let whole = row.len() / each;
     let mut ahead = ahead.chunks(each);
@@ -337,18 +289,6 @@ fn sum_quads(q: [__m512i; 4], order: __m512i) -> __m512i {
     _mm512_permutexvar_epi32(order, all)
 }
 
-/// What the quants of a type with a table stand for, 128 larger.
-const fn unsigned(kind: u32) -> [u8; 16] {
-    let table = if kind == MXFP4 { E2M1 } else { IQ4 };
-    let mut larger = [0; 16];
-    let mut i = 0;
-    while i < 16 {
-        larger[i] = (table[i] as u8) ^ 128;
-        i += 1;
-    }
-    larger
-}
-
 /// [`half_power`] of sixteen bytes.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -410,7 +350,7 @@ fn quad<const KIND: u32>(bytes: &[u8], y: &Q8Group, first: usize) -> __m512i {
     let mut low = _mm512_and_si512(four, mask);
     let mut high = _mm512_and_si512(_mm512_srli_epi16::<4>(four), mask);
     if let IQ4_NL | IQ4_XS | MXFP4 = KIND {
-        let table = _mm512_broadcast_i32x4(load16(&const { unsigned(KIND) }));
+        let table = _mm512_broadcast_i32x4(load16(&const { table(KIND, 128) }));
         (low, high) = (_mm512_shuffle_epi8(table, low), _mm512_shuffle_epi8(table, high));
     }
     let p = _mm512_dpbusd_epi32(zero, low, _mm512_shuffle_i64x2::<0x88>(ya, yb));
@@ -485,17 +425,6 @@ fn half_at(bytes: &[u8], at: usize) -> f32 {
 #[target_feature(enable = "avx512dq")]
 fn two_halves(first: f32, second: f32) -> __m512 {
     _mm512_insertf32x8::<1>(_mm512_set1_ps(first), _mm256_set1_ps(second))
-}
-
-/// The eight scales and the eight minima of a block of Q4_K or Q5_K, a byte each.
-#[inline(always)]
-fn scale_bytes(s: &[u8; 12]) -> (u64, u64) {
-    let (a, b, c) = (word(s, 0) as u32, word(s, 4) as u32, word(s, 8) as u32);
-    let (low, two) = (0x3F3F_3F3F, 0x3030_3030);
-    let scale = (a & low, (c & 0x0F0F_0F0F) | ((a >> 2) & two));
-    let min = (b & low, ((c >> 4) & 0x0F0F_0F0F) | ((b >> 2) & two));
-    let both = |(low, high): (u32, u32)| u64::from(low) | u64::from(high) << 32;
-    (both(scale), both(min))
 }
 
 /// `d * scale` and `-dmin * min` of the sixteen parts of two blocks of Q4_K or Q5_K, or of one.
@@ -615,7 +544,7 @@ fn unpack32<const KIND: u32>(bytes: &[u8; 16]) -> __m256i {
     let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
     let nibbles = _mm256_and_si256(both, _mm256_set1_epi8(15));
     if let IQ4_NL | IQ4_XS | MXFP4 = KIND {
-        let table = load16(&const { unsigned(KIND) });
+        let table = load16(&const { table(KIND, 128) });
         return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
     }
     nibbles
@@ -708,13 +637,6 @@ fn many<const KIND: u32, const G: usize>(
         }
     }
     out
-}
-
-/// Asks for the cache line in which `bytes` begins.
-#[inline(always)]
-fn fetch(bytes: &[u8]) {
-    // SAFETY: a prefetch of any address does no harm.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(bytes.as_ptr().cast()) }
 }
 
 #[inline]
