@@ -593,9 +593,9 @@ mod x86 {
     #[target_feature(enable = "avx2,fma,f16c")]
     pub fn dense_rows(dtype: WeightType, job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
         match dtype {
-            WeightType::F32 => dense::<4, 0>(job, acts, out),
-            WeightType::F16 => dense::<2, 1>(job, acts, out),
-            _ => dense::<2, 2>(job, acts, out),
+            WeightType::F32 => dense::<128, 0>(job, acts, out),
+            WeightType::F16 => dense::<64, 1>(job, acts, out),
+            _ => dense::<64, 2>(job, acts, out),
         }
     }
 
@@ -610,53 +610,102 @@ mod x86 {
         }
     }
 
+    /// `WIDE` are the bytes of 32 elements. A few rows are multiplied with all vectors before the next ones, so that what
+    /// the vectors have is fetched once for them.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn dense<const SIZE: usize, const KIND: u8>(job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
+    fn dense<const WIDE: usize, const KIND: u8>(job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
+        const TILE: usize = 4;
         let Rows { k, row_bytes, rows, m } = job;
-        for (row, out) in rows.chunks_exact(row_bytes).zip(out.chunks_exact_mut(m)) {
-            for (i, out) in out.chunks_mut(4).enumerate() {
-                let act = |j: usize| &acts[(4 * i + j) * k..(4 * i + j + 1) * k];
-                if let Some(out) = out.as_mut_array_of_four() {
-                    *out = dense_row::<SIZE, KIND, 4>(row, std::array::from_fn(act));
-                } else {
-                    for (j, out) in out.iter_mut().enumerate() {
-                        [*out] = dense_row::<SIZE, KIND, 1>(row, [act(j)]);
+        let act = |j: usize| &acts[j * k..(j + 1) * k];
+        for (rows, out) in rows.chunks(TILE * row_bytes).zip(out.chunks_mut(TILE * m)) {
+            let row = |r: usize| &rows[r * row_bytes..(r + 1) * row_bytes];
+            for j in (0..m).step_by(2) {
+                for r in (0..rows.len() / row_bytes).step_by(2) {
+                    let (two_rows, two_acts) = ((r + 1) * row_bytes < rows.len(), j + 1 < m);
+                    let at = r * m + j;
+                    match (two_rows, two_acts) {
+                        (true, true) => {
+                            let [a, b] = dense_some::<WIDE, KIND, 2, 2>([row(r), row(r + 1)], [act(j), act(j + 1)]);
+                            out[at..at + 2].copy_from_slice(&a);
+                            out[at + m..at + m + 2].copy_from_slice(&b);
+                        }
+                        (true, false) if m > 1 => {
+                            let [[a], [b]] = dense_some::<WIDE, KIND, 2, 1>([row(r), row(r + 1)], [act(j)]);
+                            (out[at], out[at + m]) = (a, b);
+                        }
+                        (false, true) => {
+                            let [a] = dense_some::<WIDE, KIND, 1, 2>([row(r)], [act(j), act(j + 1)]);
+                            out[at..at + 2].copy_from_slice(&a);
+                        }
+                        // A row at a time is read from memory as it lies there.
+                        _ => {
+                            for r in r..r + 1 + usize::from(two_rows) {
+                                [[out[r * m + j]]] = dense_some::<WIDE, KIND, 1, 1>([row(r)], [act(j)]);
+                            }
+                        }
                     }
                 }
             }
         }
     }
 
-    #[expect(clippy::needless_range_loop, reason = "the index counts lanes and accumulators alike")]
+    /// Each row with each vector: four sums of each 8 elements of 32, and what is behind the last 32.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn dense_row<const SIZE: usize, const KIND: u8, const M: usize>(row: &[u8], acts: [&[f32]; M]) -> [f32; M] {
-        let k = row.len() / SIZE;
-        let acts = acts.map(|a| &a[..k]);
-        // Four accumulators, because one would wait for its own last addition.
-        let mut acc = [[_mm256_setzero_ps(); 4]; M];
-        let mut at = 0;
-        while at + 32 <= k {
-            for lane in 0..4 {
-                let i = at + 8 * lane;
-                let w = widen::<KIND>(&row[i * SIZE..(i + 8) * SIZE]);
-                for j in 0..M {
-                    acc[j][lane] = _mm256_fmadd_ps(w, eight(&acts[j][i..i + 8]), acc[j][lane]);
+    fn dense_some<const WIDE: usize, const KIND: u8, const R: usize, const M: usize>(
+        rows: [&[u8]; R],
+        acts: [&[f32]; M],
+    ) -> [[f32; M]; R] {
+        let mut acc = [[[_mm256_setzero_ps(); 4]; M]; R];
+        if R * M == 1 {
+            dense_sums::<WIDE, KIND, R, M, 4>(rows, acts, 0, &mut acc);
+        } else {
+            // The sums of half of them fit the registers.
+            dense_sums::<WIDE, KIND, R, M, 2>(rows, acts, 0, &mut acc);
+            dense_sums::<WIDE, KIND, R, M, 2>(rows, acts, 2, &mut acc);
+        }
+        let mut out = [[0f32; M]; R];
+        for (r, out) in out.iter_mut().enumerate() {
+            let (_, rest) = rows[r].as_chunks::<WIDE>();
+            let mut weights = [0f32; 32];
+            let behind = rest.len() / (WIDE / 32);
+            super::dequantise(kind::<KIND>(), rest, &mut weights[..behind]);
+            for (j, out) in out.iter_mut().enumerate() {
+                let (_, x) = acts[j].as_chunks::<32>();
+                let tail: f32 = weights.iter().zip(x).map(|(w, x)| w * x).sum();
+                let [a, b, c, d] = acc[r][j];
+                *out = sum_ps(_mm256_add_ps(_mm256_add_ps(a, b), _mm256_add_ps(c, d))) + tail;
+            }
+        }
+        out
+    }
+
+    /// `L` of the four sums, from number `first`.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn dense_sums<const WIDE: usize, const KIND: u8, const R: usize, const M: usize, const L: usize>(
+        rows: [&[u8]; R],
+        acts: [&[f32]; M],
+        first: usize,
+        out: &mut [[[__m256; 4]; M]; R],
+    ) {
+        let (rows, acts) = (rows.map(|row| row.as_chunks::<WIDE>().0), acts.map(|x| x.as_chunks::<32>().0));
+        let mut acc = [[[_mm256_setzero_ps(); L]; M]; R];
+        for step in 0..rows[0].len() {
+            for lane in 0..L {
+                let x = acts.map(|x| eight(&x[step][8 * (first + lane)..]));
+                for (acc, row) in acc.iter_mut().zip(rows) {
+                    let w = widen::<KIND>(&row[step][(first + lane) * WIDE / 4..]);
+                    for (acc, x) in acc.iter_mut().zip(x) {
+                        acc[lane] = _mm256_fmadd_ps(w, x, acc[lane]);
+                    }
                 }
             }
-            at += 32;
         }
-        let mut tail = [0f32; M];
-        let mut weights = [0f32; 32];
-        super::dequantise(kind::<KIND>(), &row[at * SIZE..], &mut weights[..k - at]);
-        for j in 0..M {
-            tail[j] = weights.iter().zip(&acts[j][at..]).map(|(w, x)| w * x).sum();
+        for (out, acc) in out.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
+            out[first..first + L].copy_from_slice(acc);
         }
-        std::array::from_fn(|j| {
-            let [a, b, c, d] = acc[j];
-            sum_ps(_mm256_add_ps(_mm256_add_ps(a, b), _mm256_add_ps(c, d))) + tail[j]
-        })
     }
 
     const fn kind<const KIND: u8>() -> WeightType {
@@ -673,17 +722,6 @@ mod x86 {
         match values.first_chunk::<8>() {
             Some(values) => load_ps(values),
             None => _mm256_setzero_ps(),
-        }
-    }
-
-    trait AsFour {
-        fn as_mut_array_of_four(&mut self) -> Option<&mut [f32; 4]>;
-    }
-
-    impl AsFour for [f32] {
-        #[inline(always)]
-        fn as_mut_array_of_four(&mut self) -> Option<&mut [f32; 4]> {
-            self.try_into().ok()
         }
     }
 

@@ -153,16 +153,13 @@ fn one_row<const KIND: u32>(row: &[u8], groups: &[Q8Group], ahead: &[u8]) -> f32
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn eight<const KIND: u32>(bytes: &[u8], y: &Q8Group, side: usize) -> (__m256, __m256) {
-    let first = 8 * side;
-    let quads = [
-        quad::<KIND>([0, 1, 2, 3].map(|b| block::<KIND>(bytes, b, &y.q[first + b]))),
-        quad::<KIND>([4, 5, 6, 7].map(|b| block::<KIND>(bytes, b, &y.q[first + b]))),
-    ];
-    // The sums of each block's first 16 elements, and of the others.
-    let halves =
-        [_mm256_permute2x128_si256::<0x20>(quads[0], quads[1]), _mm256_permute2x128_si256::<0x31>(quads[0], quads[1])];
     let scale = load_ps(&y.scale.as_chunks().0[side]);
+    let y_of = |b: usize| &y.q[8 * side + b];
+    let four = |first: usize| [0, 1, 2, 3].map(|b| pairs::<KIND>(bytes, first + b, y_of(first + b)));
     if KIND == Q6_K {
+        let [a, b] = [0, 4].map(|first| quad(four(first).map(|p| sums(p))));
+        // The sums of each block's first 16 elements, and of the others.
+        let halves = [_mm256_permute2x128_si256::<0x20>(a, b), _mm256_permute2x128_si256::<0x31>(a, b)];
         // Both sums of a block, then those of the next one.
         let [a, b] = [0, 1].map(|four| load_i32(&y.half[side].as_chunks().0[four]));
         let (a, b) = (_mm256_castsi256_ps(a), _mm256_castsi256_ps(b));
@@ -178,7 +175,13 @@ fn eight<const KIND: u32>(bytes: &[u8], y: &Q8Group, side: usize) -> (__m256, __
         return (_mm256_mul_ps(_mm256_set1_ps(half_at(bytes, 208)), p), scale);
     }
     let sum = load_i32(&y.sum.as_chunks().0[side]);
-    let p = _mm256_add_epi32(halves[0], halves[1]);
+    let twos = || [0, 1, 2, 3].map(|b| two::<KIND>(bytes, b, [y_of(b), y_of(b + 4)]));
+    let p = match KIND {
+        Q4_0 | Q4_1 => sums(quad16(twos())),
+        IQ4_NL | IQ4_XS | MXFP4 => quad(twos()),
+        Q4_K | Q5_K => both_halves([0, 4].map(|first| sums(quad16(four(first))))),
+        _ => both_halves([0, 4].map(|first| quad(four(first).map(|p| sums(p))))),
+    };
     let (d, min) = scales::<KIND>(bytes);
     let term = match KIND {
         Q4_1 | Q4_K | Q5_K => _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(p), _mm256_mul_ps(min, _mm256_cvtepi32_ps(sum))),
@@ -197,26 +200,92 @@ fn less_offset<const KIND: u32>(p: __m256i, sum: __m256i) -> __m256i {
     }
 }
 
-/// Eight sums of four products each.
+/// Sixteen sums of two products each.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn block<const KIND: u32>(bytes: &[u8], b: usize, y: &[i8; BLOCK]) -> __m256i {
-    let (w, y) = (weights::<KIND>(bytes, b), load32(y));
-    let pairs = if signed(KIND) {
-        _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(y, w))
-    } else {
-        _mm256_maddubs_epi16(w, y)
-    };
+fn multiply<const KIND: u32>(w: __m256i, y: __m256i) -> __m256i {
+    if signed(KIND) {
+        return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(y, w));
+    }
+    _mm256_maddubs_epi16(w, y)
+}
+
+/// Sixteen sums of two products each, of block `b`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn pairs<const KIND: u32>(bytes: &[u8], b: usize, y: &[i8; BLOCK]) -> __m256i {
+    multiply::<KIND>(weights::<KIND>(bytes, b), load32(y))
+}
+
+/// Sums of products of blocks `b` and `b + 4`, each in a half of the register: eight of 16 bits where those
+/// [hold](fits) them, or four of 32.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn two<const KIND: u32>(bytes: &[u8], b: usize, y: [&[i8; BLOCK]; 2]) -> __m256i {
+    let both = |a: __m128i, b: __m128i| _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(a), b);
+    let of = |b: usize| load16(part(bytes, nibbles_at(KIND, b)));
+    let (x, mask) = (both(of(b), of(b + 4)), _mm256_set1_epi8(15));
+    let w = [x, _mm256_srli_epi16::<4>(x)].map(|x| stand_for::<KIND>(_mm256_and_si256(x, mask)));
+    let products = [0, 1].map(|side| {
+        let [a, b] = y.map(|y| load_i8(&y.as_chunks().0[side]));
+        multiply::<KIND>(w[side], both(a, b))
+    });
+    match fits(KIND) {
+        8 => _mm256_add_epi16(products[0], products[1]),
+        1 => _mm256_add_epi32(sums(products[0]), sums(products[1])),
+        _ => sums(_mm256_add_epi16(products[0], products[1])),
+    }
+}
+
+/// Sums of two neighbours each.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn sums(pairs: __m256i) -> __m256i {
     _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))
+}
+
+/// The sums of the halves of eight blocks, four in each register.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn both_halves([a, b]: [__m256i; 2]) -> __m256i {
+    _mm256_add_epi32(_mm256_permute2x128_si256::<0x20>(a, b), _mm256_permute2x128_si256::<0x31>(a, b))
 }
 
 /// The sums of four times eight numbers: those of the low halves, then those of the high ones.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn quad<const KIND: u32>(q: [__m256i; 4]) -> __m256i {
+fn quad(q: [__m256i; 4]) -> __m256i {
     let a = _mm256_add_epi32(_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
     let b = _mm256_add_epi32(_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
     _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+}
+
+/// As [`quad`], of numbers of 16 bits: for each of its sums, that of the even ones and that of the odd ones.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn quad16(q: [__m256i; 4]) -> __m256i {
+    let a = _mm256_add_epi16(_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
+    let b = _mm256_add_epi16(_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
+    _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+}
+
+/// Where the quants of block `b` of eight begin, of types that have them in sixteen bytes.
+const fn nibbles_at(kind: u32, b: usize) -> usize {
+    match kind {
+        IQ4_XS => 8 + 16 * b,
+        _ => (b + 1) * block_bytes(kind) - 16,
+    }
+}
+
+/// What these quants stand for, larger by their [`offset`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn stand_for<const KIND: u32>(nibbles: __m256i) -> __m256i {
+    if let IQ4_NL | IQ4_XS | MXFP4 = KIND {
+        let table = load16(&const { table(KIND, offset(KIND)) });
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
+    }
+    nibbles
 }
 
 /// The weights of block `b` of eight, larger by their [`offset`].
@@ -251,17 +320,7 @@ fn weights<const KIND: u32>(bytes: &[u8], b: usize) -> __m256i {
             let four = _mm256_and_si256(four, _mm256_set1_epi8(15));
             _mm256_or_si256(four, _mm256_and_si256(two, _mm256_set1_epi8(0x30)))
         }
-        _ => {
-            let at = if KIND == IQ4_XS { 8 + 16 * b } else { (b + 1) * size - 16 };
-            let nibbles = nibbles(part(bytes, at));
-            match KIND {
-                IQ4_NL | IQ4_XS | MXFP4 => {
-                    let table = load16(&const { table(KIND, offset(KIND)) });
-                    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles)
-                }
-                _ => nibbles,
-            }
-        }
+        _ => stand_for::<KIND>(nibbles(part(bytes, nibbles_at(KIND, b)))),
     }
 }
 
@@ -320,6 +379,13 @@ fn scales<const KIND: u32>(bytes: &[u8]) -> (__m256, __m256) {
 fn half_at(bytes: &[u8], at: usize) -> f32 {
     let half = i32::from(u16::from_le_bytes(*part(bytes, at)));
     _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_i8(values: &[i8; 16]) -> __m128i {
+    // SAFETY: the reference covers the 16 bytes; the load needs no alignment.
+    unsafe { _mm_loadu_si128(values.as_ptr().cast()) }
 }
 
 #[inline]
