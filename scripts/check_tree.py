@@ -88,7 +88,9 @@ ARCHITECTURE = re.compile(
 )
 ARCHITECTURE_ALLOWED = {
     "examples/llm/src/kernels.rs": "vector instructions, chosen at run time, with a portable way beside them",
+    "examples/llm/src/kernels/avx2.rs": "the same for one set of instructions",
     "examples/llm/src/kernels/avx512.rs": "the same for one set of instructions",
+    "examples/llm/src/kernels/blocks.rs": "what these share: a prefetch",
     "examples/llm/src/kernels/elementwise.rs": "one function, compiled for each set of instructions",
     "runtime/cli/doctor.rs": "says whether the build has the vector instructions that the processor has",
 }
