@@ -610,8 +610,8 @@ mod x86 {
         }
     }
 
-    /// `WIDE` are the bytes of 32 elements. A few rows are multiplied with all vectors before the next ones: the vectors
-    /// are fetched once for them.
+    /// `WIDE` are the bytes of 32 elements. A few rows are multiplied with all vectors before the next ones, so that
+    /// vectors are fetched once for them.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     fn dense<const WIDE: usize, const KIND: u8>(job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
