@@ -2,22 +2,22 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::thread::{self, ThreadId};
 
-use outcore::{Error, ErrorKind, PinSet, Result};
+use outcore::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::error::{OrRaise, raise};
+use crate::holder::Holder;
 use crate::open::Open;
 use crate::room::Part;
 
-/// A set that a thread announced: its pins, and the room that they take; neither where there was no room.
+/// A set that a thread announced, and the room that its pins take. No room where there was none.
 #[derive(Debug)]
 struct Held {
-    by: ThreadId,
-    pins: Option<(PinSet, Part)>,
+    by: Arc<Holder>,
+    part: Option<Part>,
 }
 
 /// Which sets are let go.
@@ -34,13 +34,14 @@ pub enum Whose {
 pub struct Announced(Mutex<Vec<Held>>);
 
 impl Announced {
-    /// Pins these tensors, of so many pages: at once if they are there, else with the GIL released. A thread that has
-    /// announced something else, and finds no room for more, goes on without: its touches are served.
+    /// Pins these tensors, of so many pages: at once if they are there, else with the GIL released. A thread that holds
+    /// something, and finds no room for more, goes on without: its touches are served.
     pub fn enter(&self, py: Python<'_>, open: &Open, tensors: &[outcore::Tensor], pages: u64) -> PyResult<()> {
         open.usable().or_raise()?;
-        let Some(part) = open.room().take(py, pages)? else {
+        let by = Holder::current();
+        let Some(part) = open.room().take(py, pages, &by)? else {
             open.refuse();
-            self.enter_without();
+            self.push(open, Held { by, part: None });
             return Ok(());
         };
         let request = || open.runtime().pin(tensors).of(open.walker());
@@ -49,7 +50,10 @@ impl Announced {
             None => py.detach(|| request().wait()),
         };
         match pinned {
-            Ok(pins) => self.push(Some((pins, part))),
+            Ok(pins) => {
+                open.room().keep(&part, pins);
+                self.push(open, Held { by, part: Some(part) });
+            }
             Err(error) => {
                 open.room().give_back(part);
                 return Err(raise(error));
@@ -59,12 +63,15 @@ impl Announced {
     }
 
     /// Announces nothing, and is ended as others are.
-    pub fn enter_without(&self) {
-        self.push(None);
+    pub fn enter_without(&self, open: &Open) {
+        self.push(open, Held { by: Holder::current(), part: None });
     }
 
-    fn push(&self, pins: Option<(PinSet, Part)>) {
-        self.0.lock().push(Held { by: thread::current().id(), pins });
+    /// Sets of ended threads that have no room, or lost it to others, are told of no more.
+    fn push(&self, open: &Open, held: Held) {
+        let mut all = self.0.lock();
+        all.retain(|other| !other.by.has_ended() || other.part.as_ref().is_some_and(|part| open.room().has(part)));
+        all.push(held);
     }
 
     /// Ends what was announced last. A thread ends its own first: what another one holds counts as that one's, and
@@ -74,8 +81,8 @@ impl Announced {
             return false;
         }
         let mut all = self.0.lock();
-        let by = thread::current().id();
-        let own = all.iter().rposition(|held| held.by == by);
+        let by = Holder::current();
+        let own = all.iter().rposition(|held| Arc::ptr_eq(&held.by, &by));
         let at = match whose {
             Whose::Own => own,
             Whose::Any => own.or(all.len().checked_sub(1)),
@@ -83,8 +90,7 @@ impl Announced {
         let Some(at) = at else { return false };
         let held = all.remove(at);
         drop(all);
-        if let Some((pins, part)) = held.pins {
-            drop(pins);
+        if let Some(part) = held.part {
             open.room().give_back(part);
         }
         true
@@ -197,7 +203,7 @@ impl Group {
     /// fails, since torch calls that in any case.
     #[pyo3(signature = (*_arguments))]
     fn before(&self, py: Python<'_>, _arguments: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.enter(py).inspect_err(|_| self.announced.enter_without())
+        self.enter(py).inspect_err(|_| self.announced.enter_without(&self.open))
     }
 
     /// As `leave`, as a hook of torch behind a module's pass, which is in the same thread.

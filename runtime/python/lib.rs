@@ -12,6 +12,7 @@ mod arguments;
 mod capsule;
 mod error;
 mod group;
+mod holder;
 mod load;
 mod model;
 mod open;

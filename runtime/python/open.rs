@@ -180,6 +180,7 @@ impl Drop for Open {
         if !self.is_at_home() {
             // What ends here would wait for threads and locks of the other process.
             mem::forget((mem::take(&mut self.files), self.walker.clone(), self.runtime.clone()));
+            self.room.forget();
         }
     }
 }

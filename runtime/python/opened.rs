@@ -77,7 +77,8 @@ impl Opened {
     }
 
     /// The scope of this thread: that of the pins that it has, or a new one. What a thread holds and asks for is one
-    /// unit of admission, so that threads that nest pins never wait for each other in a circle.
+    /// unit of admission, so that threads that nest pins never wait for each other in a circle. That is so for those of
+    /// one runtime; who holds pins of others is for [`Holder`](crate::holder::Holder) to tell.
     ///
     /// # Errors
     /// `Closed`, as for [`usable`](Self::usable).

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use outcore::{DType, DevicePin, Error, ErrorKind, Result, Scope, Write};
 
+use crate::holder::Holder;
 use crate::opened::Opened;
 
 /// What keeps the pages, and says who may use them.
@@ -34,14 +35,19 @@ pub struct Pinned {
     /// The pins are of this scope, which the next pins of the thread find.
     _scope: Arc<Scope>,
     opened: Arc<Opened>,
+    /// The thread that entered the block.
+    by: Arc<Holder>,
     /// Whether the block has ended.
     left: AtomicBool,
 }
 
 impl Pinned {
+    /// Of the calling thread.
     pub fn new(pages: Pages, tensors: Arc<[outcore::Tensor]>, scope: Arc<Scope>, opened: Arc<Opened>) -> Self {
+        let by = Holder::current();
+        by.pinned();
         opened.pinned();
-        Self { pages, tensors, _scope: scope, opened, left: AtomicBool::new(false) }
+        Self { pages, tensors, _scope: scope, opened, by, left: AtomicBool::new(false) }
     }
 
     /// The block has ended. To be told once.
@@ -84,6 +90,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        self.by.unpinned();
         self.opened.unpinned(*self.left.get_mut());
     }
 }

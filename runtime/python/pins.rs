@@ -1,7 +1,7 @@
 //! Pins as context managers, and the views that they give.
 //!
 //! A view that another library made of a pin may outlive the block. So the pin ends with the last of three: the block,
-//! every DLPack view, every call that is under way.
+//! every DLPack view, every call that is under way. A block ends when it is left, or with its [`Pin`].
 
 use std::mem;
 use std::pin::Pin as Pinning;
@@ -11,6 +11,7 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use outcore::pin::Guard;
+use outcore::stats::{ScopeId, Waiter};
 use outcore::{Error, ErrorKind, PinRequest, Result};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyBufferError, PyRuntimeError};
@@ -19,6 +20,7 @@ use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
 use crate::capsule::{self, Asked};
 use crate::error::{OrRaise, raise};
+use crate::holder::Holder;
 use crate::opened::Opened;
 use crate::pinned::{Pages, Pinned};
 
@@ -50,11 +52,16 @@ fn poll_within<G: Guard>(request: &mut PinRequest<'_, G>, waker: &Waker, limit: 
 }
 
 /// Pins at once if the pages are there, else waits with the GIL released. Signals are handled meanwhile, and the
-/// request keeps its place in line.
+/// request keeps its place in line. `others_have` says whether it waits for other holders: a thread that has pins of
+/// other runtimes does not.
 ///
 /// # Errors
-/// Those of the request, and what a handler of a signal raises.
-fn pin<'a, G>(py: Python<'_>, request: impl Fn() -> PinRequest<'a, G>) -> PyResult<G>
+/// Those of the request, `Busy`, and what a handler of a signal raises.
+fn pin<'a, G>(
+    py: Python<'_>,
+    request: impl Fn() -> PinRequest<'a, G>,
+    others_have: impl Fn() -> Option<Error> + Sync,
+) -> PyResult<G>
 where
     G: Guard + Send,
     PinRequest<'a, G>: Send,
@@ -64,12 +71,20 @@ where
     }
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut request = request();
+    let by = Holder::current();
+    // The request is in line before the first look.
+    let mut limit = if by.has_pins() { Duration::ZERO } else { STEP };
     loop {
-        let polled = py.detach(|| poll_within(&mut request, &waker, STEP));
-        if let Some(result) = polled {
+        let waited = py.detach(|| {
+            let polled = poll_within(&mut request, &waker, limit);
+            let refused = || by.has_pins().then(&others_have).flatten().map(Err);
+            polled.or_else(refused)
+        });
+        if let Some(result) = waited {
             return result.or_raise();
         }
         py.check_signals()?;
+        limit = STEP;
     }
 }
 
@@ -77,6 +92,16 @@ where
 /// meanwhile, as that of the scopes in [`Opened`].
 #[derive(Debug, Default)]
 struct Block(Mutex<Option<Arc<Pinned>>>);
+
+impl Block {
+    /// Ends it. Its pages are unpinned as soon as no library has a view of them any more.
+    fn end(&self) {
+        let pinned = self.0.lock().take();
+        if let Some(pinned) = pinned {
+            pinned.leave();
+        }
+    }
+}
 
 /// Whether a pin is in use.
 #[derive(Debug)]
@@ -112,12 +137,23 @@ impl Pin {
     fn pinned(&self, py: Python<'_>) -> PyResult<Pinned> {
         let scope = self.opened.scope(py).or_raise()?;
         let request = || self.opened.runtime().pin(&*self.tensors).in_scope(&scope);
+        let others_have = || self.others_have(scope.id());
         let pages = if self.writes {
-            Pages::Write(pin(py, || request().write().on_device())?)
+            Pages::Write(pin(py, || request().write().on_device(), others_have)?)
         } else {
-            Pages::Read(pin(py, || request().on_device())?)
+            Pages::Read(pin(py, || request().on_device(), others_have)?)
         };
         Ok(Pinned::new(pages, self.tensors.clone(), scope, self.opened.clone()))
+    }
+
+    /// The error if a request of this scope waits for other holders. A thread that holds pins of another runtime must
+    /// not: who holds these may wait for what it holds itself. Each runtime alone cannot see that.
+    fn others_have(&self, scope: ScopeId) -> Option<Error> {
+        let waiting = self.opened.runtime().observe().waiting();
+        let own = |waiter: &&Waiter| waiter.scope.as_ref().is_some_and(|name| name.id == scope);
+        let waiter = waiting.waiters.iter().find(own).filter(|waiter| !waiter.holders.is_empty())?;
+        let message = format!("{waiter}; and this thread holds pins of another runtime");
+        Some(Error::new(ErrorKind::Busy, message).remedy("leave all blocks of all runtimes, and try again"))
     }
 
     /// Pins, and makes the views of a block.
@@ -138,6 +174,15 @@ impl Pin {
         match &*self.tensors {
             [tensor] => format!("{tensor:?}"),
             tensors => format!("{} tensors", tensors.len()),
+        }
+    }
+}
+
+impl Drop for Pin {
+    /// Nobody can leave the block any more, so it ends.
+    fn drop(&mut self) {
+        if let State::Entered(block) = self.state.get_mut() {
+            block.end();
         }
     }
 }
@@ -166,14 +211,14 @@ impl Pin {
     #[pyo3(signature = (*_raised))]
     fn __exit__(&self, _raised: &Bound<'_, PyTuple>) {
         let mut state = self.state.lock();
-        let State::Entered(block) = &*state else { return };
-        let pinned = block.0.lock().take();
+        if !matches!(*state, State::Entered(_)) {
+            return;
+        }
         let left = mem::replace(&mut *state, State::Free);
         drop(state);
-        if let Some(pinned) = &pinned {
-            pinned.leave();
+        if let State::Entered(block) = left {
+            block.end();
         }
-        drop((pinned, left));
     }
 
     fn __repr__(&self) -> String {

@@ -77,7 +77,7 @@ impl Rows {
         let pages = pages(&tensors, self.open.page());
         if pages > self.open.room().pages() / 2 {
             self.open.usable().or_raise()?;
-            self.announced.enter_without();
+            self.announced.enter_without(&self.open);
             return Ok(false);
         }
         self.announced.enter(py, &self.open, &tensors, pages)?;
@@ -96,7 +96,7 @@ impl Rows {
 
     /// As `enter`, before a module's pass. What it announces is ended by `after`, also where this fails.
     fn before(&self, py: Python<'_>, rows: Many<i64>) -> PyResult<bool> {
-        self.enter(py, rows).inspect_err(|_| self.announced.enter_without())
+        self.enter(py, rows).inspect_err(|_| self.announced.enter_without(&self.open))
     }
 
     /// As `leave`, behind a module's pass, which is in the same thread.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import unittest
 from pathlib import Path
 
@@ -208,6 +209,64 @@ class Announced(unittest.TestCase):
             with model.group(names[8:10]):
                 self.assertEqual(model.stats()["groups_refused"], refused)
 
+    def test_what_an_ended_thread_announced_makes_room_for_others(self):
+        with opened(12) as model:
+            groups = [model.group([f"layers.{at}.weight", f"layers.{at + 1}.weight"]) for at in (0, 4)]
+            self.assertGreater(groups[0].pages + groups[1].pages, model.most_pages)
+
+            def enters(group):
+                group.enter()
+
+            # Each ends inside, and none can leave any more. So the next one would wait for ever.
+            for group in (groups[0], groups[1], groups[1], groups[0]):
+                thread = threading.Thread(target=enters, args=(group,), daemon=True)
+                thread.start()
+                thread.join(20)
+                self.assertFalse(thread.is_alive())
+            # Python says that a thread has ended a little before it has.
+            deadline = time.monotonic() + 60
+            while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+                self.assertLess(time.monotonic(), deadline)
+                time.sleep(0.001)
+            with model.group(["of.int8"]):
+                # One that holds something does not wait, and has that room too.
+                groups[1].enter()
+                self.assertEqual(model.stats()["groups_refused"], 0)
+                groups[1].leave()
+            # What they can still leave is nothing.
+            for group in groups:
+                group.leave()
+                group.leave()
+            with groups[0]:
+                self.assertEqual(model.stats()["groups_refused"], 0)
+
+    def test_who_holds_something_elsewhere_never_waits_for_room(self):
+        names = ["layers.0.weight", "layers.1.weight"]
+        memory, size = 12 * PAGE, {"page_size": PAGE}
+        with opened(12) as model, opened(12) as other, outcore.Runtime(memory, **size) as runtime:
+            group, held, done = model.group(names), threading.Event(), threading.Event()
+
+            def holds():
+                with group:
+                    held.set()
+                    done.wait(60)
+
+            def enters():
+                with runtime.zeros(1, "U8").pin(), group:
+                    refused.append(model.stats()["groups_refused"])
+                with other.group(names), group:
+                    refused.append(model.stats()["groups_refused"])
+
+            refused = []
+            holder, thread = (threading.Thread(target=work, daemon=True) for work in (holds, enters))
+            holder.start()
+            held.wait(60)
+            thread.start()
+            thread.join(20)
+            self.assertFalse(thread.is_alive())
+            self.assertEqual(refused, [1, 2])
+            done.set()
+            holder.join(60)
 
     def test_a_thread_ends_what_it_announced_itself(self):
         with opened(30) as model:

@@ -308,10 +308,29 @@ class Pins(Refusing):
                 self.assertEqual(runtime.stats()["pins"], 1)
             pin.__exit__(None, None, None)
             self.assertEqual(runtime.stats()["pins"], 0)
-            # One that nobody leaves ends with its views.
-            view = pages(runtime, 8).pin_mut().__enter__()
+
+    def test_a_pin_that_is_gone_has_left_its_block(self):
+        with opened() as runtime:
+            tensor = pages(runtime, 8)
+            pin = tensor.pin_mut()
+            view = pin.__enter__()
+            array = np.asarray(view)
             self.assertEqual(runtime.stats()["pins"], 1)
-            del view
+            del pin
+            # Nobody could leave it any more, so others would wait for it for ever.
+            with self.refused("closed", "has ended"):
+                view.__array__()
+            array[:] = 4
+            self.assertEqual(runtime.stats()["pins_kept_by_views"], 1)
+            del array
+            self.assertEqual(runtime.stats()["pins"], 0)
+            with tensor.pin() as view:
+                self.assertEqual(np.asarray(view).min(), 4)
+            # One in a cycle is gone when that is collected.
+            cycle = [tensor.pin_mut()]
+            cycle += [cycle, cycle[0].__enter__()]
+            del cycle
+            gc.collect()
             self.assertEqual(runtime.stats()["pins"], 0)
 
     def test_several_are_pinned_as_a_unit(self):
@@ -377,6 +396,59 @@ class Pins(Refusing):
             # It holds nothing now, so it waits.
             with theirs.pin():
                 pass
+
+    def test_who_holds_pins_never_waits_in_another_runtime(self):
+        with opened() as one, opened() as other, Threads() as threads:
+            ours, theirs, free = pages(one, 1), pages(other, 8), pages(one, 1)
+            held, done = threading.Event(), threading.Event()
+
+            def holds():
+                with theirs.pin_mut():
+                    held.set()
+                    done.wait(10)
+
+            threads.start(holds)
+            held.wait(60)
+            pin = ours.pin()
+            with pin:
+                # Whoever holds that might wait for ours.
+                for wanted in (theirs.pin(), pages(other, 1).pin_mut()):
+                    with self.refused("busy", "MainThread", "another runtime"):
+                        with wanted:
+                            pass
+                with free.pin_mut():
+                    pass
+                self.assertEqual(other.stats()["waiting"], 0)
+            array = None
+            with pin as view:
+                array = np.asarray(view)
+            with self.refused("busy", "another runtime"):
+                with theirs.pin():
+                    pass
+            del array
+            done.set()
+            # It holds nothing now, so it waits.
+            with theirs.pin(), ours.pin():
+                pass
+
+    def test_threads_that_nest_pins_of_two_runtimes_all_end(self):
+        with opened(4) as one, opened(4) as other, Threads() as threads:
+            tensors = [pages(one, 3), pages(other, 3)]
+
+            def work(seed):
+                own = random.Random(seed)
+                for _ in range(40):
+                    first, second = own.sample(tensors, 2)
+                    try:
+                        with first.pin_mut() as view:
+                            np.asarray(view)[0, seed] += 1
+                            with second.pin_mut() as inner:
+                                np.asarray(inner)[1, seed] += 1
+                    except outcore.Error as error:
+                        assert error.kind == "busy", error
+
+            for seed in range(4):
+                threads.start(work, seed)
 
     def test_threads_that_nest_pins_in_little_memory_all_end(self):
         with opened(10) as runtime, Threads() as threads:
@@ -651,7 +723,7 @@ def reads_in_a_child(arguments):
 class Processes(Refusing):
     def test_an_interpreter_may_end_at_any_time(self):
         ends = {
-            "entered": "view = tensor.pin_mut().__enter__(); array = np.asarray(view); array[:] = 3\n",
+            "entered": "pin = tensor.pin_mut(); array = np.asarray(pin.__enter__()); array[:] = 3\n",
             "kept": "with tensor.pin() as view:\n    array = np.asarray(view)\ncycle = [array]; cycle.append(cycle)\n",
             "inside": "with runtime, tensor.pin() as view:\n    array = np.asarray(view)\n    print('done')\n    sys.exit(0)\n",
             "busy": (
@@ -663,7 +735,8 @@ class Processes(Refusing):
                 "    threading.Thread(target=work, daemon=True).start()\n"
             ),
             "waiting": (
-                "view = tensor.pin_mut().__enter__()\n"
+                "pin = tensor.pin_mut()\n"
+                "view = pin.__enter__()\n"
                 "def work():\n"
                 "    with tensor.pin():\n"
                 "        pass\n"
