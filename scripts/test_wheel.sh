@@ -15,7 +15,7 @@ unset PYTHONPATH OUTCORE_PRELOAD
 rm -rf "$try"
 "$python" -m venv "$try"
 "$try/bin/python" -m pip install --quiet --disable-pip-version-check --no-index "$wheel"
-XDG_CACHE_HOME=$try/cache "$try/bin/python" -W error -m unittest -v runtime/python/tests/test_programs.py
+XDG_CACHE_HOME=$try/cache "$try/bin/python" -B -W error -m unittest -v runtime/python/tests/test_programs.py
 "$try/bin/python" - "$glibc" "$try/cache/outcore"/preload-*.so <<'PY'
 import re
 import sys

@@ -21,9 +21,11 @@ fail() { echo "wheel: $*" >&2; exit 1; }
     fail "${tools[*]} could not be had; is the package index reachable?"
 # maturin finds zig by its interpreter.
 export PATH=$venv/bin:$PATH
-# Refuses platforms on which outcore does not run.
-PYTHONPATH=runtime/python python -c 'import backend'
+# Refuses platforms on which outcore does not run. What Python would write there would be a change of the sources.
+PYTHONPATH=runtime/python python -B -c 'import backend'
 
+# It is stripped: line tables would be compiled only to be thrown away.
+export CARGO_PROFILE_RELEASE_DEBUG=0
 rm -rf "$target/wheels"
 maturin build --manifest-path runtime/python/Cargo.toml --release --locked --zig --compatibility "manylinux_2_$glibc" \
     --interpreter python --out "$target/wheels"

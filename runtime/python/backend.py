@@ -21,6 +21,9 @@ def unsupported() -> str | None:
 if (found := unsupported()) is not None:
     sys.exit(f"outcore's package for Python is for Linux with glibc, on x86-64 or ARM: it cannot be built on {found}")
 
+# What is built is stripped: line tables would be compiled only to be thrown away.
+os.environ.setdefault("CARGO_PROFILE_RELEASE_DEBUG", "0")
+
 # What pip calls. There is no archive of sources: the package is built in a checkout, or is a wheel.
 from maturin import (  # noqa: E402
     build_editable,

@@ -42,6 +42,9 @@ while True:
 def setUpModule():
     global FOLDER, ENVIRONMENT
     FOLDER = tempfile.TemporaryDirectory()
+    # A shell has what it starts in the background ignore Ctrl-C, and programs inherit that: these are tested as they
+    # are started in the foreground.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # What a program keeps for its user.
     ENVIRONMENT = {**os.environ, "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", os.path.join(FOLDER.name, "cache"))}
 
@@ -192,9 +195,8 @@ class Build(unittest.TestCase):
             ("def gone(name): raise ValueError\nos.confstr = gone", "musl"),
         ]:
             code = f"import os, platform, sys\nsys.path.insert(0, sys.argv[1])\n{change}\nimport backend"
-            run = subprocess.run(
-                [sys.executable, "-c", code, ROOT / "runtime" / "python"], capture_output=True, text=True, check=False
-            )
+            command = [sys.executable, "-B", "-c", code, ROOT / "runtime" / "python"]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
             self.assertEqual((run.returncode, run.stdout), (1, ""), run.stderr)
             self.assertEqual(run.stderr.count("\n"), 1, run.stderr)
             self.assertIn(name, run.stderr)
