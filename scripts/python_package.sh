@@ -16,8 +16,8 @@ if [ "${1:-}" = --find ]; then
         echo "SKIPPED: $python is no Python of 3.11 or later: nothing imported the extension" >&2
         exit "$skipped"
     fi
-    if ! "$python" -c 'import numpy, safetensors' 2>/dev/null; then
-        echo "SKIPPED: $python has no numpy and safetensors: nothing imported the extension" >&2
+    if ! "$python" -c 'import numpy, safetensors; assert tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8)' 2>/dev/null; then
+        echo "SKIPPED: $python has no numpy and safetensors 0.8: nothing imported the extension" >&2
         exit "$skipped"
     fi
     echo "$python"

@@ -39,16 +39,17 @@ impl Announced {
     pub fn enter(&self, py: Python<'_>, open: &Open, tensors: &[outcore::Tensor], pages: u64) -> PyResult<()> {
         open.usable().or_raise()?;
         let by = Holder::current();
-        let Some(part) = open.room().take(py, pages, &by)? else {
+        let Some(part) = open.room().take(py, pages, &by, || open.usable())? else {
             open.refuse();
             self.push(open, Held { by, part: None });
             return Ok(());
         };
         let request = || open.runtime().pin(tensors).of(open.walker());
-        let pinned = match request().if_resident() {
+        // It may have been closed while this waited for room.
+        let pinned = open.usable().and_then(|()| match request().if_resident() {
             Some(pins) => Ok(pins),
             None => py.detach(|| request().wait()),
-        };
+        });
         match pinned {
             Ok(pins) => {
                 open.room().keep(&part, pins);
@@ -67,8 +68,12 @@ impl Announced {
         self.push(open, Held { by: Holder::current(), part: None });
     }
 
-    /// Sets of ended threads that have no room, or lost it to others, are told of no more.
+    /// Sets of ended threads that have no room, or lost it to others, are told of no more. In a child by `fork` locks
+    /// may be held for ever, and nothing is announced.
     fn push(&self, open: &Open, held: Held) {
+        if !open.is_at_home() {
+            return;
+        }
         let mut all = self.0.lock();
         all.retain(|other| !other.by.has_ended() || other.part.as_ref().is_some_and(|part| open.room().has(part)));
         all.push(held);

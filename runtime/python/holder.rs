@@ -27,7 +27,8 @@ thread_local! {
 }
 
 impl Holder {
-    /// That of this thread. A thread that is ending, and whose own is gone, gets one that never ends.
+    /// That of this thread. A thread that is ending, and whose own is gone, gets a new one each time, which never ends:
+    /// what it enters then it has to leave by the object that it entered.
     pub fn current() -> Arc<Self> {
         OWN.try_with(|own| own.0.clone()).unwrap_or_default()
     }

@@ -11,7 +11,7 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use outcore::pin::Guard;
-use outcore::stats::{ScopeId, Waiter};
+use outcore::stats::{ScopeId, Waiter, WaitsFor};
 use outcore::{Error, ErrorKind, PinRequest, Result};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyBufferError, PyRuntimeError};
@@ -36,6 +36,13 @@ impl Wake for Unpark {
     }
 }
 
+/// For how long a request has waited at least.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Patience {
+    None,
+    Step,
+}
+
 /// What a request gives; `None` if it would wait for longer than `limit`.
 fn poll_within<G: Guard>(request: &mut PinRequest<'_, G>, waker: &Waker, limit: Duration) -> Option<Result<G>> {
     let until = Instant::now() + limit;
@@ -52,15 +59,15 @@ fn poll_within<G: Guard>(request: &mut PinRequest<'_, G>, waker: &Waker, limit: 
 }
 
 /// Pins at once if the pages are there, else waits with the GIL released. Signals are handled meanwhile, and the
-/// request keeps its place in line. `others_have` says whether it waits for other holders: a thread that has pins of
-/// other runtimes does not.
+/// request keeps its place in line. A thread that has pins of other runtimes waits for moves only: `others_have` gives
+/// the error if the request waits for holders that are seen, or, behind a step, for anything else than moves.
 ///
 /// # Errors
 /// Those of the request, `Busy`, and what a handler of a signal raises.
 fn pin<'a, G>(
     py: Python<'_>,
     request: impl Fn() -> PinRequest<'a, G>,
-    others_have: impl Fn() -> Option<Error> + Sync,
+    others_have: impl Fn(Patience) -> Option<Error> + Sync,
 ) -> PyResult<G>
 where
     G: Guard + Send,
@@ -73,18 +80,19 @@ where
     let mut request = request();
     let by = Holder::current();
     // The request is in line before the first look.
-    let mut limit = if by.has_pins() { Duration::ZERO } else { STEP };
+    let mut patience = if by.has_pins() { Patience::None } else { Patience::Step };
     loop {
         let waited = py.detach(|| {
+            let limit = if patience == Patience::None { Duration::ZERO } else { STEP };
             let polled = poll_within(&mut request, &waker, limit);
-            let refused = || by.has_pins().then(&others_have).flatten().map(Err);
+            let refused = || by.has_pins().then(|| others_have(patience)).flatten().map(Err);
             polled.or_else(refused)
         });
         if let Some(result) = waited {
             return result.or_raise();
         }
         py.check_signals()?;
-        limit = STEP;
+        patience = Patience::Step;
     }
 }
 
@@ -137,7 +145,7 @@ impl Pin {
     fn pinned(&self, py: Python<'_>) -> PyResult<Pinned> {
         let scope = self.opened.scope(py).or_raise()?;
         let request = || self.opened.runtime().pin(&*self.tensors).in_scope(&scope);
-        let others_have = || self.others_have(scope.id());
+        let others_have = |patience| self.others_have(scope.id(), patience);
         let pages = if self.writes {
             Pages::Write(pin(py, || request().write().on_device(), others_have)?)
         } else {
@@ -146,13 +154,23 @@ impl Pin {
         Ok(Pinned::new(pages, self.tensors.clone(), scope, self.opened.clone()))
     }
 
-    /// The error if a request of this scope waits for other holders. A thread that holds pins of another runtime must
-    /// not: who holds these may wait for what it holds itself. Each runtime alone cannot see that.
-    fn others_have(&self, scope: ScopeId) -> Option<Error> {
+    /// The error if a request of this scope waits for others. A thread that holds pins of another runtime must not: who
+    /// is waited for may wait for what it holds itself. Each runtime alone cannot see that.
+    ///
+    /// Holders are named for the first page that is in the way, and none for older requests. Whoever waits for these,
+    /// or is too far behind to be listed, is told behind a step: what moves meanwhile has been waited for.
+    fn others_have(&self, scope: ScopeId, patience: Patience) -> Option<Error> {
         let waiting = self.opened.runtime().observe().waiting();
         let own = |waiter: &&Waiter| waiter.scope.as_ref().is_some_and(|name| name.id == scope);
-        let waiter = waiting.waiters.iter().find(own).filter(|waiter| !waiter.holders.is_empty())?;
-        let message = format!("{waiter}; and this thread holds pins of another runtime");
+        let what = match waiting.waiters.iter().find(own) {
+            Some(waiter) if !waiter.holders.is_empty() => waiter.to_string(),
+            _ if patience == Patience::None => return None,
+            Some(waiter) if waiter.waits_for == WaitsFor::Moves => return None,
+            Some(waiter) => waiter.to_string(),
+            None if waiting.total > waiting.waiters.len() => format!("{} requests wait", waiting.total),
+            None => return None,
+        };
+        let message = format!("{what}; and this thread holds pins of another runtime");
         Some(Error::new(ErrorKind::Busy, message).remedy("leave all blocks of all runtimes, and try again"))
     }
 

@@ -5,10 +5,11 @@ use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use outcore::PinSet;
+use outcore::{PinSet, Result};
 use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
 
+use crate::error::OrRaise;
 use crate::holder::Holder;
 
 /// How long a wait goes on before Python may handle signals, and before it is seen that a thread has ended.
@@ -61,8 +62,14 @@ impl Room {
     /// `None` if there is less at all, or now, while this thread holds something.
     ///
     /// # Errors
-    /// What a handler of a signal raises.
-    pub fn take(&self, py: Python<'_>, pages: u64, by: &Arc<Holder>) -> PyResult<Option<Part>> {
+    /// What a handler of a signal raises, and that of `usable`, which is asked while it waits.
+    pub fn take(
+        &self,
+        py: Python<'_>,
+        pages: u64,
+        by: &Arc<Holder>,
+        usable: impl Fn() -> Result<()>,
+    ) -> PyResult<Option<Part>> {
         if pages > self.pages {
             return Ok(None);
         }
@@ -75,6 +82,7 @@ impl Room {
                 return Ok(result);
             }
             py.check_signals()?;
+            usable().or_raise()?;
         }
     }
 

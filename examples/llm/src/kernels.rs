@@ -6,7 +6,7 @@
 //! Invariants:
 //! 1. The result for one row and one activation vector depends on nothing else: not on how many rows or vectors are
 //!    computed together, not on the thread, not on the rows' address. Tiling and batching therefore never change a bit.
-//!    The instruction set does: each [`Level`] adds in an order of its own.
+//!    The instruction set may: each [`Level`] has kernels of its own.
 //! 2. A kernel reads only the slices it is given; vector loads go through fixed-size array references.
 //! 3. A vectorised kernel runs only after the processor was seen to have every feature it is compiled for.
 //!
@@ -39,8 +39,9 @@ const GROUP: usize = 16;
 /// Vectors in one [`Q8Lanes`].
 const LANES: usize = 16;
 
-/// Most bytes that an element of a vector has in what is prepared for the kernels.
-pub const PREPARED_BYTES: usize = 4;
+/// Most bytes that an element of a vector has in what is prepared for the kernels. Four vectors may take the room of
+/// sixteen.
+pub const PREPARED_BYTES: usize = 6;
 /// Memory in which a thread repacks rows whose scales are in another tensor: so much, or four rows if they take more.
 pub(crate) const SCRATCH_BYTES: usize = 64 << 10;
 
@@ -48,7 +49,7 @@ pub(crate) const SCRATCH_BYTES: usize = 64 << 10;
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 struct Q8Group {
-    /// The values, in -127..=127.
+    /// The values, in -127..=127; -128 too where a block's numbers are so small that `1 / scale` is infinite.
     q: [[i8; BLOCK]; GROUP],
     scale: [f32; GROUP],
     /// The sums of `q`, which formats with a minimum or an offset need.
@@ -574,15 +575,6 @@ mod x86 {
         _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
     }
 
-    /// Sixteen bytes as 32 nibbles: first the low ones, then the high ones.
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    pub fn nibbles(bytes: &[u8; 16]) -> __m256i {
-        let low = load16(bytes);
-        let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
-        _mm256_and_si256(both, _mm256_set1_epi8(15))
-    }
-
     /// [`scaled_e4m3`](super::scaled_e4m3).
     #[target_feature(enable = "avx2")]
     pub fn scaled_e4m3(bytes: &[u8], scale: f32, out: &mut [u8]) {
@@ -610,11 +602,11 @@ mod x86 {
         }
     }
 
-    /// `WIDE` are the bytes of 32 elements. A few rows are multiplied with all vectors before the next ones, so that
+    /// `BYTES` are the bytes of 32 elements. A few rows are multiplied with all vectors before the next ones, so that
     /// vectors are fetched once for them.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn dense<const WIDE: usize, const KIND: u8>(job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
+    fn dense<const BYTES: usize, const KIND: u8>(job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
         const TILE: usize = 4;
         let Rows { k, row_bytes, rows, m } = job;
         let act = |j: usize| &acts[j * k..(j + 1) * k];
@@ -626,22 +618,22 @@ mod x86 {
                     let at = r * m + j;
                     match (two_rows, two_acts) {
                         (true, true) => {
-                            let [a, b] = dense_some::<WIDE, KIND, 2, 2>([row(r), row(r + 1)], [act(j), act(j + 1)]);
+                            let [a, b] = dense_some::<BYTES, KIND, 2, 2>([row(r), row(r + 1)], [act(j), act(j + 1)]);
                             out[at..at + 2].copy_from_slice(&a);
                             out[at + m..at + m + 2].copy_from_slice(&b);
                         }
                         (true, false) if m > 1 => {
-                            let [[a], [b]] = dense_some::<WIDE, KIND, 2, 1>([row(r), row(r + 1)], [act(j)]);
+                            let [[a], [b]] = dense_some::<BYTES, KIND, 2, 1>([row(r), row(r + 1)], [act(j)]);
                             (out[at], out[at + m]) = (a, b);
                         }
                         (false, true) => {
-                            let [a] = dense_some::<WIDE, KIND, 1, 2>([row(r)], [act(j), act(j + 1)]);
+                            let [a] = dense_some::<BYTES, KIND, 1, 2>([row(r)], [act(j), act(j + 1)]);
                             out[at..at + 2].copy_from_slice(&a);
                         }
                         // A row at a time is read from memory as it lies there.
                         _ => {
                             for r in r..r + 1 + usize::from(two_rows) {
-                                [[out[r * m + j]]] = dense_some::<WIDE, KIND, 1, 1>([row(r)], [act(j)]);
+                                [[out[r * m + j]]] = dense_some::<BYTES, KIND, 1, 1>([row(r)], [act(j)]);
                             }
                         }
                     }
@@ -653,23 +645,23 @@ mod x86 {
     /// Each row with each vector: four sums of each 8 elements of 32, and what is behind the last 32.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn dense_some<const WIDE: usize, const KIND: u8, const R: usize, const M: usize>(
+    fn dense_some<const BYTES: usize, const KIND: u8, const R: usize, const M: usize>(
         rows: [&[u8]; R],
         acts: [&[f32]; M],
     ) -> [[f32; M]; R] {
         let mut acc = [[[_mm256_setzero_ps(); 4]; M]; R];
         if R * M == 1 {
-            dense_sums::<WIDE, KIND, R, M, 4>(rows, acts, 0, &mut acc);
+            dense_sums::<BYTES, KIND, R, M, 4>(rows, acts, 0, &mut acc);
         } else {
             // The sums of half of them fit the registers.
-            dense_sums::<WIDE, KIND, R, M, 2>(rows, acts, 0, &mut acc);
-            dense_sums::<WIDE, KIND, R, M, 2>(rows, acts, 2, &mut acc);
+            dense_sums::<BYTES, KIND, R, M, 2>(rows, acts, 0, &mut acc);
+            dense_sums::<BYTES, KIND, R, M, 2>(rows, acts, 2, &mut acc);
         }
         let mut out = [[0f32; M]; R];
         for (r, out) in out.iter_mut().enumerate() {
-            let (_, rest) = rows[r].as_chunks::<WIDE>();
+            let (_, rest) = rows[r].as_chunks::<BYTES>();
             let mut weights = [0f32; 32];
-            let behind = rest.len() / (WIDE / 32);
+            let behind = rest.len() / (BYTES / 32);
             super::dequantise(kind::<KIND>(), rest, &mut weights[..behind]);
             for (j, out) in out.iter_mut().enumerate() {
                 let (_, x) = acts[j].as_chunks::<32>();
@@ -684,19 +676,19 @@ mod x86 {
     /// `L` of the four sums, from number `first`.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn dense_sums<const WIDE: usize, const KIND: u8, const R: usize, const M: usize, const L: usize>(
+    fn dense_sums<const BYTES: usize, const KIND: u8, const R: usize, const M: usize, const L: usize>(
         rows: [&[u8]; R],
         acts: [&[f32]; M],
         first: usize,
         out: &mut [[[__m256; 4]; M]; R],
     ) {
-        let (rows, acts) = (rows.map(|row| row.as_chunks::<WIDE>().0), acts.map(|x| x.as_chunks::<32>().0));
+        let (rows, acts) = (rows.map(|row| row.as_chunks::<BYTES>().0), acts.map(|x| x.as_chunks::<32>().0));
         let mut acc = [[[_mm256_setzero_ps(); L]; M]; R];
         for step in 0..rows[0].len() {
             for lane in 0..L {
                 let x = acts.map(|x| eight(&x[step][8 * (first + lane)..]));
                 for (acc, row) in acc.iter_mut().zip(rows) {
-                    let w = widen::<KIND>(&row[step][(first + lane) * WIDE / 4..]);
+                    let w = widen::<KIND>(&row[step][(first + lane) * BYTES / 4..]);
                     for (acc, x) in acc.iter_mut().zip(x) {
                         acc[lane] = _mm256_fmadd_ps(w, x, acc[lane]);
                     }

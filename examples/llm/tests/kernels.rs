@@ -52,6 +52,49 @@ fn every_level_agrees_on_any_blocks_of_types_with_a_table() {
     }
 }
 
+/// The largest quants with the largest values, of one sign and of both: sums that 16 bits hold hold these.
+#[test]
+fn the_largest_products_of_all_types_are_right() {
+    use WeightType::{IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0};
+    const K: usize = 1024;
+    const ROWS: usize = 5;
+    let pool = Pool::new(1).unwrap();
+    let one = f16::ONE.to_le_bytes();
+    // Where the halves are that scale a block.
+    let scales =
+        [(Q4_0, 0..2), (Q4_1, 0..4), (Q8_0, 0..2), (Q4_K, 0..4), (Q5_K, 0..4), (Q6_K, 208..210), (IQ4_NL, 0..2)];
+    for (dtype, scale) in scales.into_iter().chain([(IQ4_XS, 0..2), (MXFP4, 0..0)]) {
+        for fill in [0xff, 0x00, 0x80, 0x7f, 0xf0, 0x77] {
+            let mut bytes = vec![fill; ROWS * K / dtype.block_elements() * dtype.block_bytes()];
+            for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+                block[scale.clone()].chunks_exact_mut(2).for_each(|half| half.copy_from_slice(&one));
+                if dtype == MXFP4 {
+                    block[0] = 127;
+                }
+            }
+            let mut weights = vec![0f32; ROWS * K];
+            quants::dequantise(dtype, &bytes, &mut weights);
+            for m in [1, 4, 9, 17] {
+                let x: Vec<f32> = (0..m * K).map(|i| if i / K % 3 == 1 && i % 2 == 1 { 1.0 } else { -1.0 }).collect();
+                for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
+                    let quantised = Quantised::new(level, &x, m, &pool);
+                    let mut out = vec![0f32; ROWS * m];
+                    kernels::rows_dot(level, dtype, K, &bytes, Acts::Q8(&quantised), m, &mut out);
+                    for (r, out) in out.chunks_exact(m).enumerate() {
+                        for (x, out) in x.chunks_exact(K).zip(out) {
+                            let weights = &weights[r * K..(r + 1) * K];
+                            let want: f64 = weights.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                            let most: f64 = weights.iter().map(|w| f64::from(w.abs())).sum();
+                            let near = (f64::from(*out) - want).abs() <= 1e-4 * most;
+                            assert!(near, "{dtype} of {fill:#x} at {level:?}, {m}: {out} and {want}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 fn numbers(len: usize, seed: u32) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
@@ -69,12 +112,18 @@ proptest! {
         dtype in prop::sample::select(WeightType::ALL.to_vec()),
         // Of 32 elements each, as far as the type's blocks allow.
         blocks in 1usize..40,
+        // And of types without blocks.
+        beyond in 0usize..32,
         rows in 1usize..11,
         m in 1usize..37,
         seed in any::<u32>(),
     ) {
         let wide = dtype.block_elements().max(32);
-        let k = if wide == 256 { blocks.div_ceil(8) * 256 } else { blocks * 32 };
+        let k = match dtype.block_elements() {
+            1 => (blocks * 32 - beyond).max(1),
+            _ if wide == 256 => blocks.div_ceil(8) * 256,
+            _ => blocks * 32,
+        };
         let pool = Pool::new(1).unwrap();
         let x = numbers(m * k, seed);
         let weights = numbers(rows * k, seed ^ 0x5555);

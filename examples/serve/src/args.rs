@@ -161,7 +161,8 @@ pub struct Args {
     /// Threads that compute; 0 means one a core.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,
-    /// Bytes of a page: a power of two. Default: what weights want, and at most 512KiB.
+    /// Bytes of a page: a power of two. Default: what weights want, at most a 32nd of --kv-space, and at most 512KiB
+    /// where all weights have room.
     #[arg(long)]
     pub page_size: Option<Bytes>,
     /// Which page goes when a frame is needed: see `generate --help`. Default: plan; model for a mixture of experts.

@@ -33,8 +33,8 @@ const TYPICAL_CONTEXT: u64 = 256;
 const KV_PAGES_LEAST: u64 = 32;
 /// What that makes smaller is no smaller than this.
 const PAGE_LEAST: Bytes = Bytes::kib(64);
-/// The largest pages where all weights have room: only blocks come and go then, and the fewer tokens one has, the more
-/// of a prompt is found.
+/// The largest pages where all weights have room beside what answers may use: only blocks come and go then, and the
+/// fewer tokens one has, the more of a prompt is found.
 const PAGE_WHERE_WEIGHTS_STAY: Bytes = Bytes::kib(512);
 /// Logits may take one part in so many of the memory, where nobody says how many answers are written at a time.
 const LOGITS_PART: u64 = 16;
@@ -236,7 +236,8 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         // The smallest with which the kernel allows so much memory: each frame takes two mappings.
         let least = device.get().div_ceil(frames_most).next_power_of_two();
         let mut of_blocks = 1 << (args.kv_space.get() / KV_PAGES_LEAST).max(PAGE_LEAST.get()).ilog2();
-        if device >= weights {
+        let active = args.kv_memory.unwrap_or(Bytes::new(device.get() / 2)).min(args.kv_space);
+        if device >= weights + active {
             of_blocks = of_blocks.min(PAGE_WHERE_WEIGHTS_STAY.get());
         }
         PageSize::new(Bytes::new(chosen.min(least.max(of_blocks))))

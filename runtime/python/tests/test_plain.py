@@ -432,6 +432,28 @@ class Errors(unittest.TestCase):
         with self.refused("closed"):
             group.enter()
 
+    def test_who_waits_for_room_when_the_model_is_closed_is_told(self):
+        model = opened(8)
+        group, waits = model.group(["layers.0.weight", "layers.1.weight"]), threading.Event()
+        told = []
+
+        def enters():
+            waits.set()
+            try:
+                group.enter()
+            except outcore.Error as error:
+                told.append(error.kind)
+
+        thread = threading.Thread(target=enters, daemon=True)
+        while not model.stats()["groups_refused"]:
+            # All the room there is, and once more, which is refused.
+            group.enter()
+        thread.start()
+        waits.wait(60)
+        model.close()
+        thread.join(60)
+        self.assertEqual(told, ["closed"])
+
     def test_groups_of_another_model_have_no_place_in_an_order(self):
         with opened(8) as model, opened(8) as other:
             with self.refused("invalid_argument", "group 1", "another model"):

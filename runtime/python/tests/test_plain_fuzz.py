@@ -33,7 +33,7 @@ KEPT = 40
 # What a thread has entered at most before it leaves all of it.
 ENTERED = 4
 SEEDS = (1, 2)
-# How long a process may do nothing: far longer than any call takes.
+# How much longer than its seed a process may take: far longer than any call.
 HANGS_AFTER = 60
 # The calls that may wait for what other threads hold.
 ENTERS = {
@@ -50,6 +50,8 @@ class Fuzz(unittest.TestCase):
                 done = subprocess.run(
                     [sys.executable, "-X", "faulthandler", "-W", "ignore", __file__, str(seed), str(seconds), folder],
                     capture_output=True, text=True, errors="replace", check=False, cwd=folder,
+                    # Only for one that hangs where it ends: all else ends by itself.
+                    timeout=seconds + 2 * HANGS_AFTER,
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": folder},
                 )
                 replay = f"replay: OUTCORE_SEED={seed} OUTCORE_SOAK_SECONDS={seconds} scripts/test.sh python"

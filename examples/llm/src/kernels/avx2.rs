@@ -129,7 +129,7 @@ fn one_row<const KIND: u32>(row: &[u8], groups: &[Q8Group], ahead: &[u8]) -> f32
     let mut ahead = ahead.chunks(each);
     for (nth, bytes) in row.chunks_exact(each).enumerate() {
         ahead.next().unwrap_or_default().chunks(64).for_each(fetch);
-        let (term, scale) = eight::<KIND>(bytes, &groups[nth / 2], nth % 2);
+        let (term, scale) = eight_blocks::<KIND>(bytes, &groups[nth / 2], nth % 2);
         acc = _mm_fmadd_ps(_mm256_castps256_ps128(scale), _mm256_castps256_ps128(term), acc);
         acc = _mm_fmadd_ps(_mm256_extractf128_ps::<1>(scale), _mm256_extractf128_ps::<1>(term), acc);
     }
@@ -137,7 +137,7 @@ fn one_row<const KIND: u32>(row: &[u8], groups: &[Q8Group], ahead: &[u8]) -> f32
     if !rest.is_empty() {
         let mut padded = [0u8; 8 * 34];
         padded[..rest.len()].copy_from_slice(rest);
-        let (term, scale) = eight::<KIND>(&padded[..each], &groups[whole / 2], whole % 2);
+        let (term, scale) = eight_blocks::<KIND>(&padded[..each], &groups[whole / 2], whole % 2);
         acc = _mm_fmadd_ps(_mm256_castps256_ps128(scale), _mm256_castps256_ps128(term), acc);
         // As many blocks as many vectors have: the next multiple of four.
         if rest.len() > each / 2 {
@@ -152,12 +152,12 @@ fn one_row<const KIND: u32>(row: &[u8], groups: &[Q8Group], ahead: &[u8]) -> f32
 /// those.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn eight<const KIND: u32>(bytes: &[u8], y: &Q8Group, side: usize) -> (__m256, __m256) {
+fn eight_blocks<const KIND: u32>(bytes: &[u8], y: &Q8Group, side: usize) -> (__m256, __m256) {
     let scale = load_ps(&y.scale.as_chunks().0[side]);
     let y_of = |b: usize| &y.q[8 * side + b];
     let four = |first: usize| [0, 1, 2, 3].map(|b| pairs::<KIND>(bytes, first + b, y_of(first + b)));
     if KIND == Q6_K {
-        let [a, b] = [0, 4].map(|first| quad(four(first).map(|p| sums(p))));
+        let [a, b] = [0, 4].map(|first| sum_quads(four(first).map(|p| sums(p))));
         // The sums of each block's first 16 elements, and of the others.
         let halves = [_mm256_permute2x128_si256::<0x20>(a, b), _mm256_permute2x128_si256::<0x31>(a, b)];
         // Both sums of a block, then those of the next one.
@@ -177,10 +177,10 @@ fn eight<const KIND: u32>(bytes: &[u8], y: &Q8Group, side: usize) -> (__m256, __
     let sum = load_i32(&y.sum.as_chunks().0[side]);
     let twos = || [0, 1, 2, 3].map(|b| two::<KIND>(bytes, b, [y_of(b), y_of(b + 4)]));
     let p = match KIND {
-        Q4_0 | Q4_1 => sums(quad16(twos())),
-        IQ4_NL | IQ4_XS | MXFP4 => quad(twos()),
-        Q4_K | Q5_K => both_halves([0, 4].map(|first| sums(quad16(four(first))))),
-        _ => both_halves([0, 4].map(|first| quad(four(first).map(|p| sums(p))))),
+        Q4_0 | Q4_1 => sums(sum_quads16(twos())),
+        IQ4_NL | IQ4_XS | MXFP4 => sum_quads(twos()),
+        Q4_K | Q5_K => both_halves([0, 4].map(|first| sums(sum_quads16(four(first))))),
+        _ => both_halves([0, 4].map(|first| sum_quads(four(first).map(|p| sums(p))))),
     };
     let (d, min) = scales::<KIND>(bytes);
     let term = match KIND {
@@ -254,16 +254,16 @@ fn both_halves([a, b]: [__m256i; 2]) -> __m256i {
 /// The sums of four times eight numbers: those of the low halves, then those of the high ones.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn quad(q: [__m256i; 4]) -> __m256i {
+fn sum_quads(q: [__m256i; 4]) -> __m256i {
     let a = _mm256_add_epi32(_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
     let b = _mm256_add_epi32(_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
     _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
 }
 
-/// As [`quad`], of numbers of 16 bits: for each of its sums, that of the even ones and that of the odd ones.
+/// As [`sum_quads`], of numbers of 16 bits: for each of its sums, that of the even ones and that of the odd ones.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn quad16(q: [__m256i; 4]) -> __m256i {
+fn sum_quads16(q: [__m256i; 4]) -> __m256i {
     let a = _mm256_add_epi16(_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
     let b = _mm256_add_epi16(_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
     _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
@@ -275,6 +275,15 @@ const fn nibbles_at(kind: u32, b: usize) -> usize {
         IQ4_XS => 8 + 16 * b,
         _ => (b + 1) * block_bytes(kind) - 16,
     }
+}
+
+/// Sixteen bytes as 32 nibbles: first the low ones, then the high ones.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn nibbles(bytes: &[u8; 16]) -> __m256i {
+    let low = load16(bytes);
+    let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
+    _mm256_and_si256(both, _mm256_set1_epi8(15))
 }
 
 /// What these quants stand for, larger by their [`offset`].

@@ -23,6 +23,7 @@ use super::{half_power, iq4_scale};
 const MANY: usize = 6;
 /// How many bytes before they are used plain numbers are fetched, which take less time.
 const PLAIN_AHEAD: usize = 8192;
+
 /// Whether vectors are to be laid out in lanes when there are `m`.
 pub fn wants_lanes(m: usize) -> bool {
     m >= MANY
