@@ -14,7 +14,7 @@ use super::blocks::{
     AHEAD, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS, VECTORS_BYTES, block_bytes, eight_bytes,
     fetch, part, scale_bytes, table, word,
 };
-use super::x86::{Rows, load_ps, load16, load32, nibbles, store_ps};
+use super::x86::{Rows, load_ps, load16, load32, store_ps};
 use super::{BLOCK, GROUP, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType, half_power, iq4_scale};
 
 /// Vectors from which computing for eight at once is quicker than one after the other.
