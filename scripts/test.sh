@@ -52,17 +52,19 @@ build_python() {
     cargo build "${everything[@]}" --lib --tests
 }
 step_python() {
-    local python
+    local python package
     python=$(scripts/python_package.sh --find)
     scripts/python_package.sh "$target/python/package"
+    # Tests run programs in other folders.
+    package=$(realpath "$target/python/package")
     # Tensors that are loaded or pinned.
-    PYTHONPATH=$target/python/package "$python" -W error -m unittest discover -v -s runtime/python/tests -p 'test_[lr]*.py'
-    if ! PYTHONPATH=$target/python/package "$python" runtime/python/tests/can_map.py; then
+    PYTHONPATH=$package "$python" -W error -m unittest discover -v -s runtime/python/tests -p 'test_[lr]*.py'
+    if ! PYTHONPATH=$package "$python" runtime/python/tests/can_map.py; then
         echo "SKIPPED: this kernel has no userfaultfd, or forbids it: tensors were loaded and pinned, no model mapped" >&2
         exit "$skipped"
     fi
     # A release build has the library of `outcore run` in it.
-    OUTCORE_PRELOAD=$(realpath "$target")/debug/liboutcore_preload.so PYTHONPATH=$target/python/package \
+    OUTCORE_PRELOAD=$(realpath "$target")/debug/liboutcore_preload.so PYTHONPATH=$package \
         "$python" -W error -m unittest discover -v -s runtime/python/tests -p 'test_p*.py'
 }
 
