@@ -305,8 +305,9 @@ fn weights<const KIND: u32>(bytes: &[u8], b: usize) -> __m256i {
     match KIND {
         Q8_0 => load32(part::<32>(bytes, b * size + 2)),
         Q4_K | Q5_K => {
-            let pair = load32(part::<32>(bytes, if KIND == Q5_K { 48 } else { 16 } + b / 2 * 32));
-            let shifted = if b % 2 == 0 { pair } else { _mm256_srli_epi16::<4>(pair) };
+            let quants = if KIND == Q5_K { 48 } else { 16 };
+            let pair = load32(part::<32>(bytes, quants + b / 2 * 32));
+            let shifted = if b.is_multiple_of(2) { pair } else { _mm256_srli_epi16::<4>(pair) };
             let low = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
             if KIND == Q4_K {
                 return low;
@@ -527,6 +528,7 @@ fn add_block<const KIND: u32, const G: usize>(w: &Tile, first: usize, y: &Q8Lane
 }
 
 /// The products of `4 * N` elements of two rows from element `4 * from`.
+#[expect(clippy::needless_range_loop, reason = "the indices count rows and vectors of two arrays")]
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn products<const KIND: u32, const G: usize, const N: usize>(
