@@ -516,6 +516,8 @@ HAS_BROWSER = unittest.skipUnless(
 
 @HAS_BROWSER
 class InABrowser(OfOneServer):
+    # Its conversations are shorter than the blocks of larger pages.
+    options = ["--page-size", "512KiB"]
     NOTES = "document.querySelectorAll('.turn.assistant .note').length"
     TEXT = "[...document.querySelectorAll('.turn.assistant .text')].at(-1).textContent"
 
