@@ -34,8 +34,8 @@ pub enum Whose {
 pub struct Announced(Mutex<Vec<Held>>);
 
 impl Announced {
-    /// Pins these tensors, of so many pages: at once if they are there, else with the GIL released. A thread that holds
-    /// something, and finds no room for more, goes on without: its touches are served.
+    /// Pins these tensors, which have `pages` pages: at once if they are there, else with the GIL released. A thread
+    /// that holds something, and finds no room for more, goes on without: its touches are served.
     pub fn enter(&self, py: Python<'_>, open: &Open, tensors: &[outcore::Tensor], pages: u64) -> PyResult<()> {
         open.usable().or_raise()?;
         let by = Holder::current();
@@ -68,7 +68,7 @@ impl Announced {
         self.push(open, Held { by: Holder::current(), part: None });
     }
 
-    /// Sets of ended threads that have no room, or lost it to others, are told of no more. In a child by `fork` locks
+    /// Sets of ended threads that have no room, or lost it to others, are forgotten. In a child by `fork` locks
     /// may be held for ever, and nothing is announced.
     fn push(&self, open: &Open, held: Held) {
         if !open.is_at_home() {

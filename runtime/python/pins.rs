@@ -36,13 +36,6 @@ impl Wake for Unpark {
     }
 }
 
-/// For how long a request has waited at least.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Patience {
-    None,
-    Step,
-}
-
 /// What a request gives; `None` if it would wait for longer than `limit`.
 fn poll_within<G: Guard>(request: &mut PinRequest<'_, G>, waker: &Waker, limit: Duration) -> Option<Result<G>> {
     let until = Instant::now() + limit;
@@ -60,14 +53,15 @@ fn poll_within<G: Guard>(request: &mut PinRequest<'_, G>, waker: &Waker, limit: 
 
 /// Pins at once if the pages are there, else waits with the GIL released. Signals are handled meanwhile, and the
 /// request keeps its place in line. A thread that has pins of other runtimes waits for moves only: `others_have` gives
-/// the error if the request waits for holders that are seen, or, behind a step, for anything else than moves.
+/// the error if the request waits for holders that are seen, or, after a step, for anything else than moves. It
+/// gets how long the request has waited at least.
 ///
 /// # Errors
 /// Those of the request, `Busy`, and what a handler of a signal raises.
 fn pin<'a, G>(
     py: Python<'_>,
     request: impl Fn() -> PinRequest<'a, G>,
-    others_have: impl Fn(Patience) -> Option<Error> + Sync,
+    others_have: impl Fn(Duration) -> Option<Error> + Sync,
 ) -> PyResult<G>
 where
     G: Guard + Send,
@@ -80,19 +74,18 @@ where
     let mut request = request();
     let by = Holder::current();
     // The request is in line before the first look.
-    let mut patience = if by.has_pins() { Patience::None } else { Patience::Step };
+    let mut limit = if by.has_pins() { Duration::ZERO } else { STEP };
     loop {
         let waited = py.detach(|| {
-            let limit = if patience == Patience::None { Duration::ZERO } else { STEP };
             let polled = poll_within(&mut request, &waker, limit);
-            let refused = || by.has_pins().then(|| others_have(patience)).flatten().map(Err);
+            let refused = || by.has_pins().then(|| others_have(limit)).flatten().map(Err);
             polled.or_else(refused)
         });
         if let Some(result) = waited {
             return result.or_raise();
         }
         py.check_signals()?;
-        patience = Patience::Step;
+        limit = STEP;
     }
 }
 
@@ -145,7 +138,7 @@ impl Pin {
     fn pinned(&self, py: Python<'_>) -> PyResult<Pinned> {
         let scope = self.opened.scope(py).or_raise()?;
         let request = || self.opened.runtime().pin(&*self.tensors).in_scope(&scope);
-        let others_have = |patience| self.others_have(scope.id(), patience);
+        let others_have = |waited| self.others_have(scope.id(), waited);
         let pages = if self.writes {
             Pages::Write(pin(py, || request().write().on_device(), others_have)?)
         } else {
@@ -158,13 +151,13 @@ impl Pin {
     /// is waited for may wait for what it holds itself. Each runtime alone cannot see that.
     ///
     /// Holders are named for the first page that is in the way, and none for older requests. Whoever waits for these,
-    /// or is too far behind to be listed, is told behind a step: what moves meanwhile has been waited for.
-    fn others_have(&self, scope: ScopeId, patience: Patience) -> Option<Error> {
+    /// or is too far behind to be listed, gets the error after a step: what moves meanwhile has been waited for.
+    fn others_have(&self, scope: ScopeId, waited: Duration) -> Option<Error> {
         let waiting = self.opened.runtime().observe().waiting();
         let own = |waiter: &&Waiter| waiter.scope.as_ref().is_some_and(|name| name.id == scope);
         let what = match waiting.waiters.iter().find(own) {
             Some(waiter) if !waiter.holders.is_empty() => waiter.to_string(),
-            _ if patience == Patience::None => return None,
+            _ if waited.is_zero() => return None,
             Some(waiter) if waiter.waits_for == WaitsFor::Moves => return None,
             Some(waiter) => waiter.to_string(),
             None if waiting.total > waiting.waiters.len() => format!("{} requests wait", waiting.total),

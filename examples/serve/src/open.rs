@@ -231,13 +231,16 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let builder = Runtime::builder().for_model(files.header()).store(StoreOptions::new(args.io));
     // Where a page has room for more tokens of a layer than answers have, it has several layers.
     let frames_most = HostDevice::frames_allowed(outcore::machine::max_map_count()?).max(1);
+    // What keys and values of running answers may take.
+    let active_of = |device: Bytes| {
+        args.kv_memory.unwrap_or_else(|| device.saturating_sub(weights).max(Bytes::new(device.get() / 2)))
+    };
     let page_of = |device: Bytes| {
         let chosen = builder.clone().device_budget(device).settings()?.page_size.value.bytes();
         // The smallest with which the kernel allows so much memory: each frame takes two mappings.
         let least = device.get().div_ceil(frames_most).next_power_of_two();
         let mut of_blocks = 1 << (args.kv_space.get() / KV_PAGES_LEAST).max(PAGE_LEAST.get()).ilog2();
-        let active = args.kv_memory.unwrap_or(Bytes::new(device.get() / 2)).min(args.kv_space);
-        if device >= weights + active {
+        if device >= weights + active_of(device).min(args.kv_space) {
             of_blocks = of_blocks.min(PAGE_WHERE_WEIGHTS_STAY.get());
         }
         PageSize::new(Bytes::new(chosen.min(least.max(of_blocks))))
@@ -254,9 +257,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         .keep_uses(capture.is_some())
         .open()?;
 
-    let active = args
-        .kv_memory
-        .unwrap_or_else(|| budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2)));
+    let active = active_of(budgets.device);
     let layout = paged_kv::layout(&config, &runtime, TYPICAL_CONTEXT)?;
     let longest = Extent::new(context as u64).in_passes_of(budgets.pass as u64);
     let pool = open_pool(args, &runtime, layout, &fingerprint(&files)?, [active, args.kv_space], longest)?;

@@ -432,17 +432,17 @@ class Errors(unittest.TestCase):
         with self.refused("closed"):
             group.enter()
 
-    def test_who_waits_for_room_when_the_model_is_closed_is_told(self):
+    def test_closing_the_model_ends_waits_for_room(self):
         model = opened(8)
         group, waits = model.group(["layers.0.weight"]), threading.Event()
-        told = []
+        kinds = []
 
         def enters():
             waits.set()
             try:
                 group.enter()
             except outcore.Error as error:
-                told.append(error.kind)
+                kinds.append(error.kind)
 
         thread = threading.Thread(target=enters, daemon=True)
         while not model.stats()["groups_refused"]:
@@ -452,7 +452,7 @@ class Errors(unittest.TestCase):
         waits.wait(60)
         model.close()
         thread.join(60)
-        self.assertEqual(told, ["closed"])
+        self.assertEqual(kinds, ["closed"])
 
     def test_groups_of_another_model_have_no_place_in_an_order(self):
         with opened(8) as model, opened(8) as other:

@@ -11,11 +11,11 @@
 use std::arch::x86_64::*;
 
 use super::blocks::{
-    AHEAD, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS, VECTORS_BYTES, block_bytes, eight_bytes,
-    fetch, part, scale_bytes, table, word,
+    IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS, VECTORS_BYTES, block_bytes, eight_bytes, fetch,
+    for_kind, one_by_one, part, scale_bytes, table, word,
 };
 use super::x86::{Rows, load_ps, load16, load32, store_ps};
-use super::{BLOCK, GROUP, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType, half_power, iq4_scale};
+use super::{BLOCK, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType, half_power, iq4_scale};
 
 /// Vectors from which computing for eight at once is quicker than one after the other.
 const MANY: usize = 4;
@@ -36,17 +36,7 @@ pub fn quantise(x: &[f32; BLOCK]) -> Quants {
 /// Multiplies rows with vectors that are quantised.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
-    match dtype {
-        WeightType::Q4_0 => drive::<Q4_0>(job, acts, out),
-        WeightType::Q4_1 => drive::<Q4_1>(job, acts, out),
-        WeightType::Q8_0 => drive::<Q8_0>(job, acts, out),
-        WeightType::Q4_K => drive::<Q4_K>(job, acts, out),
-        WeightType::Q5_K => drive::<Q5_K>(job, acts, out),
-        WeightType::IQ4_NL => drive::<IQ4_NL>(job, acts, out),
-        WeightType::IQ4_XS => drive::<IQ4_XS>(job, acts, out),
-        WeightType::MXFP4 => drive::<MXFP4>(job, acts, out),
-        _ => drive::<Q6_K>(job, acts, out),
-    }
+    for_kind!(dtype, drive, (job, acts, out))
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -55,14 +45,7 @@ fn drive<const KIND: u32>(job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
     let blocks = k / BLOCK;
     let Quantised { groups, lanes } = acts;
     if lanes.is_empty() {
-        let each = blocks.div_ceil(GROUP);
-        for (r, out) in (0..rows.len() / row_bytes).zip(out.chunks_exact_mut(m)) {
-            let rest = &rows[r * row_bytes..];
-            for (groups, out) in groups.chunks_exact(each).zip(out) {
-                *out = one_row::<KIND>(&rest[..row_bytes], groups, rest.get(AHEAD..).unwrap_or_default());
-            }
-        }
-        return;
+        return one_by_one(job, groups, out, |row, groups, ahead| one_row::<KIND>(row, groups, ahead));
     }
     let mut tile = vec![Tile::ZERO; blocks.next_multiple_of(4)];
     let some = (VECTORS_BYTES / (tile.len() * size_of::<Q8Lanes>()).max(1)).max(1);
@@ -255,18 +238,22 @@ fn both_halves([a, b]: [__m256i; 2]) -> __m256i {
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn sum_quads(q: [__m256i; 4]) -> __m256i {
-    let a = _mm256_add_epi32(_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
-    let b = _mm256_add_epi32(_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
-    _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+    sum_quads_by(q, |a, b| _mm256_add_epi32(a, b))
 }
 
 /// As [`sum_quads`], of numbers of 16 bits: for each of its sums, that of the even ones and that of the odd ones.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn sum_quads16(q: [__m256i; 4]) -> __m256i {
-    let a = _mm256_add_epi16(_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
-    let b = _mm256_add_epi16(_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
-    _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+    sum_quads_by(q, |a, b| _mm256_add_epi16(a, b))
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn sum_quads_by(q: [__m256i; 4], add: impl Fn(__m256i, __m256i) -> __m256i) -> __m256i {
+    let a = add(_mm256_unpacklo_epi32(q[0], q[1]), _mm256_unpackhi_epi32(q[0], q[1]));
+    let b = add(_mm256_unpacklo_epi32(q[2], q[3]), _mm256_unpackhi_epi32(q[2], q[3]));
+    add(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
 }
 
 /// Where the quants of block `b` of eight begin, of types that have them in sixteen bytes.

@@ -12,11 +12,11 @@
 use std::arch::x86_64::*;
 
 use super::blocks::{
-    AHEAD, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS, VECTORS_BYTES, block_bytes, eight_bytes,
-    fetch, part, scale_bytes, table, word,
+    IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS, VECTORS_BYTES, block_bytes, eight_bytes, fetch,
+    for_kind, one_by_one, part, scale_bytes, table, word,
 };
 use super::x86::Rows;
-use super::{BLOCK, Four, GROUP, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType};
+use super::{BLOCK, Four, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType};
 use super::{half_power, iq4_scale};
 
 /// Vectors from which computing for sixteen at once is quicker than one after the other.
@@ -62,17 +62,7 @@ pub fn scaled_e4m3(bytes: &[u8], scale: f32, out: &mut [u8]) {
 /// Multiplies rows with vectors that are quantised.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
-    match dtype {
-        WeightType::Q4_0 => drive::<Q4_0>(job, acts, out),
-        WeightType::Q4_1 => drive::<Q4_1>(job, acts, out),
-        WeightType::Q8_0 => drive::<Q8_0>(job, acts, out),
-        WeightType::Q4_K => drive::<Q4_K>(job, acts, out),
-        WeightType::Q5_K => drive::<Q5_K>(job, acts, out),
-        WeightType::IQ4_NL => drive::<IQ4_NL>(job, acts, out),
-        WeightType::IQ4_XS => drive::<IQ4_XS>(job, acts, out),
-        WeightType::MXFP4 => drive::<MXFP4>(job, acts, out),
-        _ => drive::<Q6_K>(job, acts, out),
-    }
+    for_kind!(dtype, drive, (job, acts, out))
 }
 
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -81,14 +71,7 @@ fn drive<const KIND: u32>(job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
     let blocks = k / BLOCK;
     let Quantised { groups, lanes } = acts;
     if lanes.is_empty() {
-        let each = blocks.div_ceil(GROUP);
-        for (r, out) in (0..rows.len() / row_bytes).zip(out.chunks_exact_mut(m)) {
-            let rest = &rows[r * row_bytes..];
-            for (groups, out) in groups.chunks_exact(each).zip(out) {
-                *out = one_row::<KIND>(&rest[..row_bytes], groups, rest.get(AHEAD..).unwrap_or_default());
-            }
-        }
-        return;
+        return one_by_one(job, groups, out, |row, groups, ahead| one_row::<KIND>(row, groups, ahead));
     }
     let mut tile = vec![Tile::ZERO; blocks.next_multiple_of(4)];
     let some = (VECTORS_BYTES / (tile.len() * size_of::<Q8Lanes>()).max(1)).max(1);

@@ -2,7 +2,8 @@
 
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
-use super::{E2M1, IQ4, WeightType};
+use super::x86::Rows;
+use super::{BLOCK, E2M1, GROUP, IQ4, Q8Group, WeightType};
 
 pub const Q4_0: u32 = WeightType::Q4_0 as u32;
 pub const Q4_1: u32 = WeightType::Q4_1 as u32;
@@ -20,6 +21,37 @@ pub const ROWS: usize = 4;
 pub const AHEAD: usize = 4096;
 /// So many bytes of vectors are multiplied with one row after the other: what the second cache holds beside the rows.
 pub const VECTORS_BYTES: usize = 384 << 10;
+
+/// Calls the function of a type: those of each instruction set are compiled for one type each.
+macro_rules! for_kind {
+    ($dtype:expr, $function:ident, $arguments:tt) => {
+        match $dtype {
+            WeightType::Q4_0 => $function::<Q4_0> $arguments,
+            WeightType::Q4_1 => $function::<Q4_1> $arguments,
+            WeightType::Q8_0 => $function::<Q8_0> $arguments,
+            WeightType::Q4_K => $function::<Q4_K> $arguments,
+            WeightType::Q5_K => $function::<Q5_K> $arguments,
+            WeightType::IQ4_NL => $function::<IQ4_NL> $arguments,
+            WeightType::IQ4_XS => $function::<IQ4_XS> $arguments,
+            WeightType::MXFP4 => $function::<MXFP4> $arguments,
+            _ => $function::<Q6_K> $arguments,
+        }
+    };
+}
+pub(super) use for_kind;
+
+/// Multiplies each row with one vector after the other. `one` gets a row, a vector, and what to fetch meanwhile.
+#[inline(always)]
+pub fn one_by_one(job: Rows<'_>, vectors: &[Q8Group], out: &mut [f32], one: impl Fn(&[u8], &[Q8Group], &[u8]) -> f32) {
+    let Rows { k, row_bytes, rows, m } = job;
+    let each = (k / BLOCK).div_ceil(GROUP);
+    for (r, out) in (0..rows.len() / row_bytes).zip(out.chunks_exact_mut(m)) {
+        let rest = &rows[r * row_bytes..];
+        for (vector, out) in vectors.chunks_exact(each).zip(out) {
+            *out = one(&rest[..row_bytes], vector, rest.get(AHEAD..).unwrap_or_default());
+        }
+    }
+}
 
 pub const fn block_bytes(kind: u32) -> usize {
     match kind {
